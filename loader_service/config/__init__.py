@@ -1,0 +1,1 @@
+"""The YAML file and its schema: strict, validated whole, with line and key path in every error."""

@@ -1,0 +1,78 @@
+"""What ranks must agree on, as plain data, and the first difference between two of them in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from loader_service.config.fields import KeyPath, format_key_path
+from loader_service.config.schema import Rule, ServiceConfig
+
+
+def normalised(config: ServiceConfig, load_name: str) -> dict[str, object]:
+    """What all ranks of a load must have in common, ready for JSON, nested as in the YAML file.
+
+    The load's rules, selection and index mode, the mesh, coalescing, sharing and whether the cache is on, with defaults
+    filled in, so that a key left out and its default are the same. Paths, threads, pinning, memory and time limits may
+    differ by rank and are not in it. `ConfigError` for a load that does not exist.
+    """
+    load = config.load(load_name)
+    prefixes = load.key_prefixes
+    return {
+        "checkpoint": {"index": config.checkpoint_of(load_name).index},
+        # Pairs, not a mapping: the order of the axes is part of what it says.
+        "mesh": None if config.mesh is None else [[axis, ranks] for axis, ranks in config.mesh.items()],
+        "loads": {
+            load_name: {
+                "skip": list(load.skip),
+                "key_prefixes": None if prefixes is None else [prefix.removesuffix(".") + "." for prefix in prefixes],
+                "on_no_match": load.on_no_match,
+                "raw_dtypes": load.raw_dtypes,
+                "rules": [_normalised_rule(rule) for rule in load.rules],
+            }
+        },
+        "reads": {"coalesce_gap_bytes": config.reads.coalesce_gap_bytes, "sharing": config.reads.sharing},
+        "cache": {"on": config.cache.capacity_bytes > 0},
+    }
+
+
+def _normalised_rule(rule: Rule) -> dict[str, object]:
+    facts: dict[str, object] = rule.model_dump(mode="json", exclude_none=True)
+    if rule.assign is not None and rule.assign.effective_how is not None:
+        facts["assign"] = {**rule.assign.model_dump(mode="json", exclude_none=True), "how": rule.assign.effective_how}
+    return facts
+
+
+def describe_config_difference(a: Mapping[str, object], b: Mapping[str, object]) -> str | None:
+    """The first key path at which two normalised configurations differ, with both values; None where they are equal.
+
+    Reads "loads.target.rules[0].split.dim is 0 and 1": a's value first. Order is that of `a`, then what only `b` has.
+    """
+    difference = next(_differences((), a, b), None)
+    if difference is None:
+        return None
+    path, left, right = difference
+    return f"{format_key_path(path)} is {_shown(left)} and {_shown(right)}"
+
+
+_NOT_SET = object()
+
+
+def _differences(path: KeyPath, a: object, b: object) -> Iterator[tuple[KeyPath, object, object]]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            yield from _differences((*path, key), a.get(key, _NOT_SET), b.get(key, _NOT_SET))
+    elif _is_list_of_mappings(a) and _is_list_of_mappings(b) and isinstance(a, list) and isinstance(b, list):
+        for position in range(max(len(a), len(b))):
+            left, right = (side[position] if position < len(side) else _NOT_SET for side in (a, b))
+            yield from _differences((*path, position), left, right)
+    elif a != b or isinstance(a, bool) != isinstance(b, bool):
+        yield path, a, b
+
+
+def _is_list_of_mappings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is _NOT_SET or value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,261 @@
+"""Rules of a load: how ranks take the tensors whose names match.
+
+Checked here as far as neither a tensor nor the mesh is needed; what needs the mesh is in `conflicts.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from loader_service.config import fields
+from loader_service.config.fields import Problem, found, refuse
+
+Text = Annotated[str, BeforeValidator(fields.text), WithJsonSchema({"type": "string", "minLength": 1})]
+AxisNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(fields.axis_names),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "uniqueItems": True},
+            ]
+        }
+    ),
+]
+_CUTS_SCHEMA: dict[str, object] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2}
+_POSITIVE_SCHEMA: dict[str, object] = {"type": "integer", "minimum": 1}
+OneOrOneEach = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(fields.one_or_one_each),
+    WithJsonSchema({"anyOf": [_POSITIVE_SCHEMA, {"type": "array", "items": _POSITIVE_SCHEMA, "minItems": 1}]}),
+]
+
+
+class FrozenModel(BaseModel):
+    """Base of the configuration's models: frozen, strict, and without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class HostResidentRule(FrozenModel):
+    """How host-resident tensors lie in host memory: a part for each rank, or one table that a node's ranks share."""
+
+    layout: Literal["per_rank", "shared"]
+
+
+def _capture_pattern(value: object) -> str:
+    """A regular expression with exactly one group, the number that decides."""
+    pattern = fields.text(value)
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        fields.refuse_value(f"is not a regular expression ({error}), {found(value)}", value)
+    if groups != 1:
+        hint = r"write one such as 'layers\.(\d+)\.', and (?:...) for groups that capture nothing"
+        fields.refuse_value(f"must have exactly one group, it has {groups}, {found(value)}; {hint}", value)
+    return pattern
+
+
+def _no_host_resident(value: object) -> HostResidentRule | None:
+    if value is None:
+        return None
+    fields.refuse_value("this version does not have host-resident tables; remove the key", value)
+
+
+class AssignRule(FrozenModel):
+    """Gives whole tensors to some ranks of an axis: by a number in the name, or by a fixed place (`to`)."""
+
+    axis: AxisNames = Field(
+        description="Axis of the mesh, or a list of axes that are flattened into one, row-major.",
+    )
+    index: Annotated[
+        str | None, BeforeValidator(_capture_pattern), WithJsonSchema({"type": "string", "minLength": 1})
+    ] = Field(
+        default=None,
+        description="Regular expression with exactly one group, searched in the name; the group is the number that "
+        "decides. Required unless `to` is given.",
+    )
+    how: Annotated[
+        Literal["block", "round_robin", "boundaries"] | None,
+        BeforeValidator(fields.choice("block", "round_robin", "boundaries")),
+        WithJsonSchema({"enum": ["block", "round_robin", "boundaries"]}),
+    ] = Field(
+        default=None,
+        description="How numbers go to ranks: contiguous blocks, in turn, or by `boundaries`. Without the key: "
+        "boundaries when those are given, else block.",
+    )
+    boundaries: Annotated[
+        tuple[int, ...] | None, BeforeValidator(fields.boundaries), WithJsonSchema(dict(_CUTS_SCHEMA))
+    ] = Field(
+        default=None,
+        description="One number more than the axis has ranks, from 0, non-decreasing: rank r takes the numbers from "
+        "boundaries[r] up to, and without, boundaries[r + 1].",
+    )
+    count: Annotated[int | None, BeforeValidator(fields.integer(1)), WithJsonSchema(dict(_POSITIVE_SCHEMA))] = Field(
+        default=None,
+        description="How many numbers block and round_robin share out. Without the key: 1 + the largest number found.",
+    )
+    to: Annotated[
+        tuple[int, ...] | Literal["all"] | None,
+        BeforeValidator(fields.positions),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"const": "all"},
+                    {"type": "array", "items": {"type": "integer"}, "minItems": 1, "uniqueItems": True},
+                ]
+            }
+        ),
+    ] = Field(
+        default=None,
+        description="Places along the axis that take the tensors whole, negative ones from the end ([0, -1]), or all.",
+    )
+
+    @property
+    def effective_how(self) -> Literal["block", "round_robin", "boundaries"] | None:
+        """`how` with its default filled in; None where `to` decides."""
+        if self.to is not None:
+            return None
+        return self.how or ("boundaries" if self.boundaries is not None else "block")
+
+    @model_validator(mode="after")
+    def _conflicts(self) -> Self:
+        if self.to is not None:
+            by_number = {"index": self.index, "how": self.how, "boundaries": self.boundaries, "count": self.count}
+            problems = [
+                Problem(
+                    (key,), f"`{key}` and `to` exclude each other: `to` does not look at a number; remove one", value
+                )
+                for key, value in by_number.items()
+                if value is not None
+            ]
+        else:
+            problems = self._number_conflicts()
+        if problems:
+            refuse(problems)
+        return self
+
+    def _number_conflicts(self) -> list[Problem]:
+        problems = []
+        if self.index is None:
+            hint = r"add index: 'layers\.(\d+)\.', or `to` for a fixed place"
+            problems.append(Problem((), f"needs `index`, which finds the number in a name; {hint}"))
+        if self.how == "boundaries" and self.boundaries is None:
+            problems.append(Problem(("how",), "`how: boundaries` needs `boundaries`; add them, such as [0, 31, 61]"))
+        if self.boundaries is not None and self.how not in (None, "boundaries"):
+            problems.append(
+                Problem(("boundaries",), f"`boundaries` and `how: {self.how}` exclude each other; remove one")
+            )
+        if self.boundaries is not None and self.count is not None:
+            message = "`count` and `boundaries` exclude each other: the last boundary is the count; remove `count`"
+            problems.append(Problem(("count",), message))
+        elif self.how == "boundaries" and self.count is not None:
+            problems.append(Problem(("count",), "`count` is only for block and round_robin; remove it"))
+        return problems
+
+
+_SPLIT_WAYS = ("align", "pad_to", "units", "boundaries")
+
+
+class SplitRule(FrozenModel):
+    """Cuts one dimension of a tensor over the ranks of an axis. One of `align`, `pad_to`, `units`, `boundaries`."""
+
+    axis: AxisNames = Field(description="Axis of the mesh, or a list of axes that are flattened into one, row-major.")
+    dim: Annotated[
+        int,
+        BeforeValidator(fields.integer(0, hint="dimensions count from the front, from 0")),
+        WithJsonSchema({"type": "integer", "minimum": 0}),
+    ] = Field(description="Dimension that is cut, from 0. A tensor that lacks it, or has size 1 there, is taken whole.")
+    align: OneOrOneEach | None = Field(
+        default=None,
+        description="Cuts fall on multiples of this many elements, so that a weight agrees with its block scales.",
+    )
+    pad_to: OneOrOneEach | None = Field(
+        default=None,
+        description="Cuts as if the dimension were padded to a multiple of this many elements (vocabulary padding).",
+    )
+    units: OneOrOneEach | None = Field(
+        default=None,
+        description="Whole units (heads) in the dimension. With fewer units than ranks each goes to several ranks.",
+    )
+    boundaries: Annotated[
+        tuple[int, ...] | tuple[tuple[int, ...], ...] | None,
+        BeforeValidator(fields.boundaries_or_one_each),
+        WithJsonSchema({"anyOf": [_CUTS_SCHEMA, {"type": "array", "items": _CUTS_SCHEMA, "minItems": 1}]}),
+    ] = Field(
+        default=None,
+        description="The cuts themselves, in elements: one number more than the axis has ranks, from 0 to the "
+        "dimension's size.",
+    )
+    sections: Annotated[
+        tuple[int, ...] | None,
+        BeforeValidator(fields.proportions),
+        WithJsonSchema({"type": "array", "items": _POSITIVE_SCHEMA, "minItems": 1}),
+    ] = Field(
+        default=None,
+        description="Proportions of a fused dimension ([4, 1, 1] for q, k, v): each section is cut by itself and a "
+        "rank's parts are put together. The other keys may then be lists, one value a section.",
+    )
+
+    @model_validator(mode="after")
+    def _conflicts(self) -> Self:
+        ways = {name: getattr(self, name) for name in _SPLIT_WAYS if getattr(self, name) is not None}
+        problems = []
+        if len(ways) > 1:
+            names = ", ".join(f"`{name}`" for name in ways)
+            problems.append(Problem((list(ways)[1],), f"only one of {names} may be given; remove the others"))
+        for name, value in ways.items():
+            listed = isinstance(value, tuple) and (name != "boundaries" or isinstance(value[0], tuple))
+            if listed and self.sections is None:
+                problems.append(
+                    Problem(
+                        (name,), "a list with one value a section needs `sections`; add it or write one value", value
+                    )
+                )
+            elif listed and self.sections is not None and len(value) != len(self.sections):
+                message = f"has {len(value)} values for {len(self.sections)} `sections`; write one a section"
+                problems.append(Problem((name,), message, value))
+        if problems:
+            refuse(problems)
+        return self
+
+
+class Rule(FrozenModel):
+    """What ranks take of the tensors whose names match: for each axis the first matching rule that names it decides."""
+
+    match: Text = Field(
+        description="Glob for whole tensor names, case-sensitive; * crosses dots. Note that '*.layers.*' does not "
+        "match 'layers.0.x'.",
+    )
+    assign: AssignRule | None = Field(default=None, description="Gives whole tensors to some ranks of an axis.")
+    split: SplitRule | None = Field(default=None, description="Cuts a dimension over the ranks of an axis.")
+    host_resident: Annotated[
+        HostResidentRule | None, BeforeValidator(_no_host_resident), WithJsonSchema({"not": {}})
+    ] = Field(default=None, description="Not in this version: tables that stay in host memory.")
+
+    @model_validator(mode="after")
+    def _conflicts(self) -> Self:
+        if self.assign is None and self.split is None:
+            refuse([Problem((), f"the rule for {self.match!r} decides nothing; add `assign` or `split`, or remove it")])
+        if self.assign is not None and self.split is not None:
+            shared = [axis for axis in self.split.axis if axis in self.assign.axis]
+            if shared:
+                message = (
+                    f"the rule for {self.match!r} both assigns and splits over axis {shared[0]!r}; "
+                    "an axis can do one of them: remove one, or use another axis"
+                )
+                refuse([Problem(("split", "axis"), message)])
+        return self
+
+
+def _rule_list(value: object) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        fields.refuse_value(f"must be a list of rules, {found(value)}; start each rule with '- match:'", value)
+    return tuple(value)
+
+
+Rules = Annotated[tuple[Rule, ...], BeforeValidator(_rule_list)]
