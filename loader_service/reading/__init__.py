@@ -1,0 +1,1 @@
+"""The disk: one small protocol, positioned reads, open files with identity, daemon threads."""

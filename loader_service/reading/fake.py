@@ -1,0 +1,340 @@
+"""A storage with scripted faults, for tests of everything that reads.
+
+It wraps another storage, fails as told, and records every call. Faults are matched by path and operation, and counted
+by themselves: `nth` is the first matching call (from 0) that a fault acts on, `times` how many in a row (None: all).
+Patterns match the whole path or its last component, case-sensitively; an exact path always matches itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from loader_service.reading.reader import DirectoryEntry, FileIdentity, OpenFile, Storage
+
+Operation = Literal["list", "identify", "open", "read"]
+
+
+class ReadCall(NamedTuple):
+    """One call of `read_into` that came back: `wanted_bytes` is the size of its views, `nbytes` what it returned."""
+
+    path: str
+    offset: int
+    nbytes: int
+    wanted_bytes: int
+
+
+class Gate:
+    """Where a scripted call stops until it is told to go on. `calls` counts those that reached it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        self.calls = 0
+
+    def release(self) -> None:
+        """Lets everything through that waits here or will come."""
+        self.go.set()
+
+    def pass_through(self) -> None:
+        """Called by the fake in the reading thread: says that it is here, and waits."""
+        self.calls += 1
+        self.reached.set()
+        self.go.wait()
+
+
+@dataclass(slots=True, eq=False)
+class _Fault:
+    pattern: str
+    operations: tuple[Operation, ...]
+    nth: int
+    times: int | None
+    within: tuple[int, int] | None
+    error: Callable[[], BaseException] | None = None
+    gate: Gate | None = None
+    delay_s: float = 0.0
+    most_bytes: int | None = None
+    ends_at: int | None = None
+    identity: dict[str, int] = field(default_factory=dict)
+    seen: int = 0
+
+    def takes(self, operation: Operation, path: str, start: int, stop: int) -> bool:
+        """Whether it acts on this call; counts the calls that match."""
+        if operation not in self.operations or not _matches(self.pattern, path):
+            return False
+        if self.within is not None and not (start < self.within[1] and self.within[0] < stop):
+            return False
+        turn = self.seen - self.nth
+        self.seen += 1
+        return turn >= 0 and (self.times is None or turn < self.times)
+
+    def act(self) -> None:
+        if self.gate is not None:
+            self.gate.pass_through()
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error()
+
+
+class FakeStorage:
+    """A `Storage` over another one, with scripted faults and a record of all calls. Thread-safe.
+
+    Faults act in the order in which they were scripted; `clear` forgets them all and releases whoever waits.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._faults: list[_Fault] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._reads: list[ReadCall] = []
+        self._in_flight = 0
+        self._max_in_flight = 0
+        self._open_now = 0
+        self._max_open = 0
+
+    # What goes wrong.
+
+    def fail(
+        self,
+        pattern: str,
+        error: int | Callable[[], BaseException],
+        *,
+        operation: Operation = "read",
+        nth: int = 0,
+        times: int | None = 1,
+        within: tuple[int, int] | None = None,
+    ) -> None:
+        """The call raises OSError with this errno, or whatever `error()` makes. `within`: reads that touch [a, b)."""
+        make = (lambda: OSError(error, os.strerror(error))) if isinstance(error, int) else error
+        self._script(_Fault(pattern, (operation,), nth, times, within, error=make))
+
+    def shorten(self, pattern: str, most_bytes: int, *, nth: int = 0, times: int | None = None) -> None:
+        """Reads return at most `most_bytes` (at least 1)."""
+        self._script(_Fault(pattern, ("read",), nth, times, None, most_bytes=max(1, most_bytes)))
+
+    def truncate(self, pattern: str, at: int, *, nth: int = 0) -> None:
+        """Reads see the file end at byte `at`; its identity stays as it is."""
+        self._script(_Fault(pattern, ("read",), nth, None, None, ends_at=at))
+
+    def replace(
+        self,
+        pattern: str,
+        *,
+        inode: int | None = None,
+        size_bytes: int | None = None,
+        mtime_ns: int | None = None,
+        operations: tuple[Operation, ...] = ("identify", "open"),
+        nth: int = 0,
+    ) -> None:
+        """From the `nth` look on the file seems to be another: its identity is changed in what is given."""
+        given = {"inode": inode, "size_bytes": size_bytes, "mtime_ns": mtime_ns}
+        changes = {name: value for name, value in given.items() if value is not None}
+        self._script(_Fault(pattern, operations, nth, None, None, identity=changes))
+
+    def block(
+        self,
+        pattern: str,
+        *,
+        operation: Operation = "read",
+        nth: int = 0,
+        times: int | None = 1,
+        within: tuple[int, int] | None = None,
+    ) -> Gate:
+        """The call stops at the returned gate, never to return until `gate.release()`."""
+        gate = Gate()
+        self._script(_Fault(pattern, (operation,), nth, times, within, gate=gate))
+        return gate
+
+    def delay(self, pattern: str, seconds: float, *, operation: Operation = "read", times: int | None = None) -> None:
+        """The call takes so much longer: for demonstrations of slow storage, not to synchronise tests (`block`)."""
+        self._script(_Fault(pattern, (operation,), 0, times, None, delay_s=seconds))
+
+    def clear(self) -> None:
+        """Forgets all faults and releases all gates; the record stays."""
+        with self._lock:
+            faults, self._faults = self._faults, []
+        for fault in faults:
+            if fault.gate is not None:
+                fault.gate.release()
+
+    # What was called.
+
+    @property
+    def reads(self) -> list[ReadCall]:
+        """All reads that came back, in the order in which they did."""
+        with self._lock:
+            return list(self._reads)
+
+    def reads_of(self, pattern: str = "*", *, from_byte: int = 0) -> list[ReadCall]:
+        """The reads of matching files that got bytes at or after `from_byte` (a shard's payload begins after 8 + N)."""
+        return [read for read in self.reads if _matches(pattern, read.path) and read.offset + read.nbytes > from_byte]
+
+    def bytes_read(self, pattern: str = "*") -> int:
+        """The bytes that reads of matching files returned."""
+        return sum(read.nbytes for read in self.reads_of(pattern))
+
+    def opens(self, pattern: str = "*") -> int:
+        """How many times matching files were opened."""
+        return self._count("open", pattern)
+
+    def closes(self, pattern: str = "*") -> int:
+        """How many times matching files were closed."""
+        return self._count("close", pattern)
+
+    def lists(self, pattern: str = "*") -> int:
+        """How many times matching folders were listed, failures included."""
+        return self._count("list", pattern)
+
+    def identifies(self, pattern: str = "*") -> int:
+        """How many times matching paths were looked at, failures included."""
+        return self._count("identify", pattern)
+
+    @property
+    def in_flight(self) -> int:
+        """Reads that have begun and not come back."""
+        return self._in_flight
+
+    @property
+    def max_in_flight(self) -> int:
+        """The most reads that were in flight at once."""
+        return self._max_in_flight
+
+    @property
+    def open_now(self) -> int:
+        """Files opened and not closed."""
+        return self._open_now
+
+    @property
+    def max_open(self) -> int:
+        """The most files that were open at once."""
+        return self._max_open
+
+    # The storage.
+
+    def list_directory(self, path: str) -> list[DirectoryEntry]:
+        self._record("list", path)
+        self._act("list", path)
+        return self._inner.list_directory(path)
+
+    def identify(self, path: str) -> FileIdentity:
+        self._record("identify", path)
+        faults = self._act("identify", path)
+        return _disguise(self._inner.identify(path), faults)
+
+    def open(self, path: str) -> FakeFile:
+        faults = self._act("open", path)
+        inner = self._inner.open(path)
+        with self._lock:
+            self._calls["open", path] += 1
+            self._open_now += 1
+            self._max_open = max(self._max_open, self._open_now)
+        return FakeFile(self, path, inner, _disguise(inner.identity, faults))
+
+    def _script(self, fault: _Fault) -> None:
+        with self._lock:
+            self._faults.append(fault)
+
+    def _record(self, operation: str, path: str) -> None:
+        with self._lock:
+            self._calls[operation, path] += 1
+
+    def _count(self, operation: str, pattern: str) -> int:
+        with self._lock:
+            calls = tuple(self._calls.items())
+        return sum(count for (name, path), count in calls if name == operation and _matches(pattern, path))
+
+    def _act(self, operation: Operation, path: str, start: int = 0, stop: int = 0) -> list[_Fault]:
+        """Lets the faults of one call act; returns them for what they change in its result."""
+        with self._lock:
+            faults = [fault for fault in self._faults if fault.takes(operation, path, start, stop)]
+        for fault in faults:
+            fault.act()
+        return faults
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            self._in_flight += 1
+            self._max_in_flight = max(self._max_in_flight, self._in_flight)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+    def _read(self, path: str, inner: OpenFile, views: Sequence[memoryview], offset: int) -> int:
+        wanted_bytes = sum(view.nbytes for view in views)
+        with self._reading():
+            faults = self._act("read", path, offset, offset + wanted_bytes)
+            got = inner.read_into(_cut(views, _room(faults, offset, wanted_bytes)), offset)
+        with self._lock:
+            self._reads.append(ReadCall(path, offset, got, wanted_bytes))
+        return got
+
+    def _closed(self, path: str) -> None:
+        with self._lock:
+            self._calls["close", path] += 1
+            self._open_now -= 1
+
+
+class FakeFile:
+    """What `FakeStorage.open` returns."""
+
+    __slots__ = ("_inner", "_is_open", "_path", "_storage", "identity")
+
+    def __init__(self, storage: FakeStorage, path: str, inner: OpenFile, identity: FileIdentity) -> None:
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+        self._is_open = True
+        self.identity = identity
+
+    def read_into(self, views: Sequence[memoryview], offset: int) -> int:
+        return self._storage._read(self._path, self._inner, views, offset)  # noqa: SLF001 - two halves of one fake
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._storage._closed(self._path)  # noqa: SLF001 - see above
+        self._inner.close()
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return pattern == path or fnmatchcase(path, pattern) or fnmatchcase(path.rpartition("/")[2], pattern)
+
+
+def _disguise(identity: FileIdentity, faults: list[_Fault]) -> FileIdentity:
+    for fault in faults:
+        identity = dataclasses.replace(identity, **fault.identity)
+    return identity
+
+
+def _room(faults: list[_Fault], offset: int, wanted_bytes: int) -> int:
+    room = wanted_bytes
+    for fault in faults:
+        if fault.most_bytes is not None:
+            room = min(room, fault.most_bytes)
+        if fault.ends_at is not None:
+            room = min(room, max(0, fault.ends_at - offset))
+    return room
+
+
+def _cut(views: Sequence[memoryview], room: int) -> list[memoryview]:
+    """The views' first `room` bytes."""
+    kept: list[memoryview] = []
+    for view in views:
+        kept.append(view[:room])
+        room -= kept[-1].nbytes
+        if room <= 0:
+            break
+    return kept

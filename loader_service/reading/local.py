@@ -1,0 +1,80 @@
+"""Positioned reads from files of the operating system. Nothing here maps a file or moves a file position."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from loader_service.reading.reader import DirectoryEntry, FileIdentity
+
+_LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+
+
+class LocalStorage:
+    """The `Storage` of files that the kernel can open. Stateless, shared by all threads."""
+
+    def list_directory(self, path: str) -> list[DirectoryEntry]:
+        with os.scandir(path) as entries:
+            return sorted(map(_describe, entries), key=lambda entry: entry.name)
+
+    def identify(self, path: str) -> FileIdentity:
+        return _identity(Path(path).stat())
+
+    def open(self, path: str) -> LocalFile:
+        # Looked at first because opening a named pipe would wait for its writer.
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return LocalFile(descriptor, _identity(os.fstat(descriptor)))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+class LocalFile:
+    """One descriptor of a regular file; `LocalStorage.open` makes it, the handle cache closes it."""
+
+    __slots__ = ("_descriptor", "identity")
+
+    def __init__(self, descriptor: int, identity: FileIdentity) -> None:
+        self._descriptor = descriptor
+        self.identity = identity
+
+    def read_into(self, views: Sequence[memoryview], offset: int) -> int:
+        if offset < 0:
+            raise OSError(errno.EINVAL, f"negative file offset {offset}")
+        return os.preadv(self._descriptor, views, offset)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _describe(entry: os.DirEntry[str]) -> DirectoryEntry:
+    target = os.readlink(entry.path) if entry.is_symlink() else None  # noqa: PTH115 - the link's own text
+    return DirectoryEntry(entry.name, _kind(entry), target)
+
+
+def _kind(entry: os.DirEntry[str]) -> Literal["file", "directory", "dangling", "other"]:
+    try:
+        mode = entry.stat().st_mode if entry.is_symlink() else 0
+    except OSError as error:
+        return "dangling" if error.errno in _LEADS_NOWHERE else "file"
+    if stat.S_ISREG(mode) or entry.is_file(follow_symlinks=False):
+        return "file"
+    if stat.S_ISDIR(mode) or entry.is_dir(follow_symlinks=False):
+        return "directory"
+    return "other"

@@ -1,0 +1,180 @@
+"""Filling memory from a file range, whatever the kernel does on the way: short reads, limits of a call, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from loader_service.errors import CheckpointError, DestinationError, EndOfFileError, LoaderError, ReadError
+from loader_service.reading.handles import HandleCache
+from loader_service.reading.reader import FileIdentity, OpenFile
+
+# preadv moves at most 0x7ffff000 bytes and 1024 vectors a call; half of the former keeps calls page-aligned.
+MOST_VIEWS_A_CALL = 1024
+MOST_BYTES_A_CALL = 1 << 30
+
+# An I/O error that goes away does so when a path or a server has failed over: the pause doubles with each retry.
+_FIRST_RETRY_PAUSE_S = 0.01
+
+
+def read_fully(
+    handles: HandleCache,
+    path: str,
+    expected: FileIdentity | None,
+    offset: int,
+    views: Sequence[memoryview],
+    *,
+    retries: int,
+    tensor: str | None = None,
+) -> None:
+    """Fills all `views` in order with the bytes of `path` from `offset` on. Blocks; called on reading threads.
+
+    The wanted range is [offset, offset + the views' bytes), filled completely or not at all as far as the caller may
+    rely on it. EIO is tried again `retries` times a call, ESTALE leads to one reopening with a check of the identity,
+    nothing else is tried again. Without bytes to read the file is not touched.
+
+    Raises CheckpointError if the file is gone or is not `expected` any more, EndOfFileError if it ends early though it
+    is the planned one, ReadError for all other failures of the system, DestinationError for views that cannot be
+    filled; all name the path, the range and `tensor`.
+    """
+    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor)
+    attempts = _Attempts(retries)
+    while transfer.pending:
+        file: OpenFile | None = None
+        try:
+            with handles.borrow(path, expected) as file:
+                ended = not transfer.run(file)
+        except OSError as error:
+            pause_s = attempts.pause_before_retry(error.errno)
+            if pause_s is None:
+                raise transfer.failure(error) from error
+            if error.errno == errno.ESTALE:
+                handles.invalidate(path, file)
+            time.sleep(pause_s)
+            continue
+        if ended:
+            if expected is not None:
+                handles.verify(path, expected)
+            raise transfer.end_of_file()
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """Decides which errors are worth another try; one object a `read_fully`."""
+
+    retries: int
+    retried: int = 0
+    reopened: bool = False
+
+    def pause_before_retry(self, code: int | None) -> float | None:
+        """Seconds to wait before trying again, or None if this error is final."""
+        if code == errno.EINTR:
+            return 0.0
+        if code == errno.ESTALE and not self.reopened:
+            self.reopened = True
+            return 0.0
+        if code == errno.EIO and self.retried < self.retries:
+            self.retried += 1
+            return float(_FIRST_RETRY_PAUSE_S * 2 ** (self.retried - 1))
+        return None
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """How far one range has come. `pending` are the views still to fill, the first from where it stands."""
+
+    path: str
+    start: int
+    pending: deque[memoryview]
+    tensor: str | None
+    position: int = field(init=False)
+    stop: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position = self.start
+        self.stop = self.start + sum(view.nbytes for view in self.pending)
+
+    def run(self, file: OpenFile) -> bool:
+        """Reads until everything is there (True) or the file ends (False); what was read counts after an error too."""
+        while self.pending:
+            got = file.read_into(self._next_call(), self.position)
+            if got == 0:
+                return False
+            self._advance(got)
+        return True
+
+    def _next_call(self) -> list[memoryview]:
+        views: list[memoryview] = []
+        room = MOST_BYTES_A_CALL
+        for view in islice(self.pending, MOST_VIEWS_A_CALL):
+            views.append(view[:room])
+            room -= view.nbytes
+            if room <= 0:
+                break
+        return views
+
+    def _advance(self, got: int) -> None:
+        self.position += got
+        while got:
+            view = self.pending.popleft()
+            if got < view.nbytes:
+                self.pending.appendleft(view[got:])
+                return
+            got -= view.nbytes
+
+    def _where(self) -> str:
+        of_tensor = f" of tensor {self.tensor!r}" if self.tensor is not None else ""
+        done = self.position - self.start
+        return f"reading bytes [{self.start}, {self.stop}){of_tensor}, {done} of {self.stop - self.start} bytes in"
+
+    def end_of_file(self) -> LoaderError:
+        return EndOfFileError(
+            f"{self.path}: the file ends at byte {self.position} while {self._where()}; "
+            "compare its size with the original's and fetch it again",
+            path=self.path,
+            tensor=self.tensor,
+        )
+
+    def failure(self, error: OSError) -> LoaderError:
+        code = error.errno
+        what = os.strerror(code) if code is not None else str(error)
+        name = f" ({errno.errorcode.get(code, code)})" if code is not None else ""
+        kind = CheckpointError if code == errno.ENOENT else ReadError
+        return kind(
+            f"{self.path}: {what}{name} while {self._where()}; {_advice(code)}",
+            path=self.path,
+            tensor=self.tensor,
+            errno=code,
+        )
+
+
+_ADVICE = {
+    errno.ENOENT: "the file was there when the load was planned: put it back or point checkpoint.path elsewhere",
+    errno.EACCES: "give this user the right to read it",
+    errno.EIO: "the device or the file server fails: look at the kernel's log, then load again",
+    errno.ESTALE: "the file server lost the file even after it was opened anew: load again when the mount is healthy",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the whole machine is out of file handles (fs.file-max)",
+}
+
+
+def _advice(code: int | None) -> str:
+    return _ADVICE.get(code or 0, "check the file system that holds it")
+
+
+def _flatten(views: Sequence[memoryview], path: str, tensor: str | None) -> deque[memoryview]:
+    """The non-empty views as plain bytes: the kernel takes vectors of bytes, and empty ones waste places of a call."""
+    flat: deque[memoryview] = deque()
+    for view in views:
+        if view.readonly or not view.c_contiguous:
+            raise DestinationError(
+                f"{path}: memory to read into must be writable and contiguous", path=path, tensor=tensor
+            )
+        if view.nbytes:
+            flat.append(view if view.ndim == 1 and view.format == "B" else view.cast("B"))
+    return flat

@@ -1,0 +1,277 @@
+"""Daemon threads for reads that may never return.
+
+Not `ThreadPoolExecutor`: the interpreter joins its threads at exit, so one read that is stuck in the kernel would keep
+the whole process alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TypeVar, TypeVarTuple, cast
+
+from loader_service.errors import ConfigError, MemoryLimitError, StateError
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """One piece of work that a thread is doing now. `age_s` counts from its start; `future` is what `submit` gave."""
+
+    label: str
+    path: str | None
+    offset: int | None
+    age_s: float
+    future: Future[object] = field(repr=False, compare=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], object]
+    future: Future[object]
+    label: str
+    path: str | None
+    offset: int | None
+    started_s: float = 0.0
+    abandoned: bool = False
+
+    def in_flight(self, now_s: float) -> InFlight:
+        return InFlight(self.label, self.path, self.offset, now_s - self.started_s, self.future)
+
+
+def _outcome(call: Callable[[], object]) -> tuple[object, BaseException | None]:
+    """What the work returned or raised, of any kind. A function of its own: a traceback keeps its frame's variables."""
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001 - SystemExit and MemoryError too belong to whoever waits
+        return None, error
+
+
+def _settle(future: Future[object], result: object, error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except InvalidStateError:
+        _log.debug("a read came back after its future had been settled by somebody else")
+    except BaseException:  # noqa: BLE001 - it is settled by then: no reason to lose the thread
+        _log.exception("a callback of a read failed")
+
+
+class ReadPool:
+    """`threads` daemon threads that work off one first-in first-out queue; they start when work comes.
+
+    All methods may be called from any thread. Only `shutdown` blocks.
+    """
+
+    def __init__(self, threads: int, *, name: str = "loader-read") -> None:
+        if threads < 1:
+            raise ConfigError(f"a pool of reading threads needs at least one thread, not {threads}")
+        self._name = name
+        self._numbers = itertools.count()
+        self._work = threading.Condition()
+        self._queue: OrderedDict[Future[object], _Job] = OrderedDict()
+        self._running: dict[Future[object], _Job] = {}
+        self._abandoned: set[_Job] = set()
+        self._workers: set[threading.Thread] = set()
+        self._counted = 0
+        self._idle = 0
+        self._target = threads
+        self._stopping: Future[None] | None = None
+
+    @property
+    def threads(self) -> int:
+        """How many threads may work at once; abandoned ones are not among them."""
+        return self._target
+
+    def submit(
+        self,
+        function: Callable[[*_Ts], _T],
+        *args: *_Ts,
+        label: str = "",
+        path: str | None = None,
+        offset: int | None = None,
+    ) -> Future[_T]:
+        """Queues `function(*args)`. Cancelling the future while it is queued drops the work and its arguments at once.
+
+        `label`, `path` and `offset` tell a watchdog what is being done. Raises StateError after `stop`,
+        MemoryLimitError if the system lets no thread start.
+        """
+        future: Future[_T] = Future()
+        job = _Job(lambda: function(*args), cast(Future[object], future), label, path, offset)
+        with self._work:
+            if self._stopping is not None:
+                raise StateError("the reading threads were stopped; no more work is taken", path=path)
+            self._queue[job.future] = job
+            try:
+                self._start_missing()
+            except MemoryLimitError:
+                del self._queue[job.future]
+                raise
+            self._work.notify()
+        job.future.add_done_callback(self._drop_if_cancelled)
+        return future
+
+    def in_flight(self) -> list[InFlight]:
+        """What threads are doing now, the oldest first; abandoned work is not among it."""
+        now_s = time.monotonic()
+        with self._work:
+            return [job.in_flight(now_s) for job in self._running.values()]
+
+    def stuck(self) -> list[InFlight]:
+        """Abandoned work that still has not come back."""
+        now_s = time.monotonic()
+        with self._work:
+            return [job.in_flight(now_s) for job in self._abandoned]
+
+    def abandon(self, future: Future[_T]) -> bool:
+        """Counts the thread that runs this work out and lets another take its place.
+
+        The thread ends should the work ever return; the future stays as it is until then. False if the work is not
+        running (any more), in which case nothing changes.
+        """
+        with self._work:
+            job = self._running.pop(cast(Future[object], future), None)
+            if job is None:
+                return False
+            job.abandoned = True
+            self._abandoned.add(job)
+            self._count_out()
+            try:
+                self._start_missing()
+            except MemoryLimitError as error:
+                _log.warning("no thread could replace an abandoned one: %s", error)
+            return True
+
+    def resize(self, threads: int) -> None:
+        """Changes how many threads may work; surplus ones end after what they are doing."""
+        if threads < 1:
+            raise ConfigError(f"a pool of reading threads needs at least one thread, not {threads}")
+        with self._work:
+            self._target = threads
+            self._start_missing()
+            self._work.notify_all()
+
+    def stop(self) -> Future[None]:
+        """Cancels what is queued, takes nothing more; the future is done when the last running work has returned.
+
+        Abandoned work is not waited for. A second call returns the same future.
+        """
+        with self._work:
+            if self._stopping is not None:
+                return self._stopping
+            stopping = self._stopping = Future()
+            stopping.set_running_or_notify_cancel()
+            queued = tuple(self._queue)
+            done = self._counted == 0
+            self._work.notify_all()
+        for future in queued:
+            future.cancel()
+        if done:
+            stopping.set_result(None)
+        return stopping
+
+    def shutdown(self, wait_s: float) -> list[InFlight]:
+        """`stop`, then waits at most `wait_s` for the threads. Returns what has not come back, abandoned work too."""
+        self.stop()
+        deadline_s = time.monotonic() + wait_s
+        with self._work:
+            workers = tuple(self._workers)
+        for worker in workers:
+            if worker is not threading.current_thread():
+                worker.join(max(0.0, deadline_s - time.monotonic()))
+        return self.stuck() + self.in_flight()
+
+    def _start_missing(self) -> None:
+        """Starts threads while there is more queued than idle threads take; called with the lock held."""
+        if self._stopping is not None:
+            return
+        wanted = min(self._target - self._counted, len(self._queue) - self._idle)
+        for _ in range(wanted):
+            worker = threading.Thread(target=self._serve, name=f"{self._name}-{next(self._numbers)}", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as error:
+                if self._counted:
+                    _log.warning("only %d of %d reading threads run: %s", self._counted, self._target, error)
+                    return
+                raise MemoryLimitError(
+                    f"no reading thread could be started ({error}): raise the limit of processes (ulimit -u), the "
+                    "cgroup's pids.max or the memory limit"
+                ) from error
+            self._workers.add(worker)
+            self._counted += 1
+            self._idle += 1
+
+    def _serve(self) -> None:
+        with self._work:
+            self._idle -= 1
+        try:
+            while True:
+                job = self._next_job()
+                if job is None:
+                    return
+                result, error = _outcome(job.call)
+                goes_on = self._finish(job)
+                _settle(job.future, result, error)
+                if not goes_on:
+                    return
+                # Nothing may be kept while waiting for more: a job's arguments are buffers.
+                del job, result, error
+        finally:
+            with self._work:
+                self._workers.discard(threading.current_thread())
+
+    def _next_job(self) -> _Job | None:
+        """Waits for work; None tells the thread to end, which is counted out then."""
+        with self._work:
+            while True:
+                if self._counted > self._target or self._stopping is not None:
+                    self._count_out()
+                    return None
+                if self._queue:
+                    _, job = self._queue.popitem(last=False)
+                    if job.future.set_running_or_notify_cancel():
+                        job.started_s = time.monotonic()
+                        self._running[job.future] = job
+                        return job
+                    continue
+                self._idle += 1
+                try:
+                    self._work.wait()
+                finally:
+                    self._idle -= 1
+
+    def _count_out(self) -> None:
+        self._counted -= 1
+        if self._queue:
+            # This thread may have taken the notification that another one needs.
+            self._work.notify()
+        if self._counted == 0 and self._stopping is not None and not self._stopping.done():
+            self._stopping.set_result(None)
+
+    def _finish(self, job: _Job) -> bool:
+        """Whether the thread goes on."""
+        with self._work:
+            self._running.pop(job.future, None)
+            self._abandoned.discard(job)
+            return not job.abandoned
+
+    def _drop_if_cancelled(self, future: Future[object]) -> None:
+        if not future.cancelled():
+            return
+        with self._work:
+            job = self._queue.pop(future, None)
+        if job is not None:
+            future.set_running_or_notify_cancel()
