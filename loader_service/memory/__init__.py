@@ -1,0 +1,1 @@
+"""Host memory: page-aligned buffers, the staging budget and its leases, tensor views."""

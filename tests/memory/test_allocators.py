@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loader_service.errors import ConfigError, MemoryLimitError
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, allocate_host
+
+MIB = 1 << 20
+
+
+def smaps_of(address: int) -> dict[str, int] | None:
+    """The kernel's figures (KiB) for the mapping that holds `address`, None if nothing is mapped there."""
+    found: dict[str, int] | None = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if head:
+            if found is not None:
+                return found
+            start, stop = (int(text, 16) for text in head.groups())
+            found = {} if start <= address < stop else None
+        elif found is not None and (figure := re.match(r"(\w+): +(\d+) kB", line)):
+            found[figure[1]] = int(figure[2])
+    return found
+
+
+def is_mapped(address: int) -> bool:
+    return smaps_of(address) is not None
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_000, 2 * MIB - 1, 2 * MIB, 5 * MIB + 3])
+@pytest.mark.parametrize("offset", [0, 1, 511, 4095, 4096, 123_456_789])
+def test_memory_is_congruent_with_the_file_offset_and_writable_to_its_end(nbytes: int, offset: int) -> None:
+    buffer = allocate_host(nbytes, congruent_to=offset)
+    view = buffer.memoryview
+    assert buffer.address % PAGE_BYTES == offset % PAGE_BYTES
+    assert (buffer.nbytes, view.nbytes, buffer.tensor.nbytes) == (nbytes, nbytes, nbytes)
+    assert (view.format, view.ndim, view.readonly, view.c_contiguous) == ("B", 1, False, True)
+    assert (buffer.tensor.dtype, buffer.tensor.shape) == (torch.uint8, (nbytes,))
+    if nbytes:
+        assert buffer.tensor.data_ptr() == buffer.address
+        view[0], view[-1] = 1, 2
+        assert (int(buffer.tensor[-1]), view[0]) == (2, 1 if nbytes > 1 else 2)
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 9 * MIB, 64 * MIB])
+def test_large_memory_begins_at_a_huge_page(nbytes: int) -> None:
+    for buffer in [allocate_host(nbytes, congruent_to=77) for _ in range(4)]:
+        assert buffer.address % HUGE_PAGE_BYTES == 77
+
+
+def test_large_memory_gets_huge_pages_and_no_more_than_was_asked_for() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("transparent huge pages are switched off")
+    buffer = allocate_host(33 * MIB)
+    buffer.tensor.fill_(1)
+    figures = smaps_of(buffer.address)
+    assert figures is not None
+    assert figures["Rss"] == 33 * 1024
+    assert figures["AnonHugePages"] >= 30 * 1024  # of 32: the machine may be short of them
+
+
+def test_memory_is_private_and_not_touched_before_it_is_used() -> None:
+    buffer = allocate_host(16 * MIB)
+    figures = smaps_of(buffer.address)
+    assert figures is not None
+    assert figures["Rss"] == 0
+    start = rf"^{buffer.address:x}-[0-9a-f]+ rw-p "
+    assert re.search(start, Path("/proc/self/maps").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda buffer: buffer.memoryview, id="memoryview"),
+        pytest.param(lambda buffer: buffer.memoryview[5:10].cast("b"), id="part of a memoryview"),
+        pytest.param(lambda buffer: buffer.tensor, id="tensor"),
+        pytest.param(lambda buffer: buffer.tensor[8:16].view(torch.float32), id="view of a tensor"),
+        pytest.param(lambda buffer: np.asarray(buffer.memoryview)[3:], id="array"),
+        pytest.param(lambda buffer: buffer.part(7, 9), id="part"),
+    ],
+)
+@pytest.mark.parametrize("nbytes", [100_000, 4 * MIB])
+def test_memory_lives_exactly_as_long_as_the_last_view_of_it(view: object, nbytes: int) -> None:
+    gc.disable()  # reference counts alone must do
+    try:
+        unmapped: list[int] = []
+        buffer = allocate_host(nbytes)
+        buffer.memoryview[7] = 9
+        buffer.before_unmap(lambda: unmapped.append(1))
+        address = buffer.address
+        kept = view(buffer)  # type: ignore[operator]
+        del buffer
+        assert unmapped == []
+        assert is_mapped(address)
+        del kept
+        assert unmapped == [1]
+    finally:
+        gc.enable()
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    buffers = [allocate_host(8 * MIB) for _ in range(4)]
+    addresses = [buffer.address for buffer in buffers]
+    for buffer in buffers:
+        buffer.tensor.fill_(1)
+    buffers.clear()
+    del buffer
+    assert [address for address in addresses if is_mapped(address)] == []
+
+
+def test_a_part_shares_the_memory_of_the_whole() -> None:
+    whole = allocate_host(1000, congruent_to=10)
+    part = whole.part(100, 300)
+    part.memoryview[0] = 5
+    assert (part.nbytes, part.address, whole.memoryview[100]) == (200, whole.address + 100, 5)
+    assert part.part(1, 2).address == whole.address + 101
+
+
+def test_the_memory_goes_back_even_if_what_comes_before_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: caught.append(event.exc_type))
+    buffer = allocate_host(8 * MIB)
+    address = buffer.address
+
+    def fail() -> None:
+        raise ValueError
+
+    buffer.before_unmap(fail)
+    del buffer
+    assert caught == [ValueError]
+    assert not is_mapped(address)
+
+
+def test_a_buffer_is_no_reference_cycle() -> None:
+    buffer = allocate_host(100)
+    gone = weakref.ref(buffer.tensor)
+    del buffer
+    assert gone() is None
+
+
+@pytest.mark.parametrize(("nbytes", "offset"), [(-1, 0), (10, -1)])
+def test_negative_sizes_and_offsets_are_refused(nbytes: int, offset: int) -> None:
+    with pytest.raises(ConfigError):
+        allocate_host(nbytes, congruent_to=offset)
+
+
+def test_memory_that_cannot_be_had_is_an_error_with_both_figures() -> None:
+    with pytest.raises(MemoryLimitError, match=rf"^{1 << 60} bytes of memory cannot be had .*: \d+ bytes .* available"):
+        allocate_host(1 << 60)
+
+
+_LIMITED = """
+import resource, psutil
+from loader_service.errors import MemoryLimitError
+from loader_service.memory.allocators import allocate_host
+
+limit = psutil.Process().memory_info().vms + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+kept = allocate_host(16 << 20)
+try:
+    allocate_host(128 << 20)
+except MemoryLimitError as error:
+    print(error.exit_code, error.errno, error)
+"""
+
+
+def test_an_address_space_limit_is_named_with_what_is_left_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"6 12 134217728 bytes of memory cannot be had .* \d+ bytes are left of the address space", done.stdout
+    )
+
+
+def test_threads_may_allocate_and_free_at_once() -> None:
+    def work() -> None:
+        for _ in range(50):
+            buffer = allocate_host(3 * MIB, congruent_to=3)
+            buffer.memoryview[-1] = 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
