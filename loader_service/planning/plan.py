@@ -1,0 +1,147 @@
+"""The plan of a load for all ranks: a pure function of (catalog, load, mesh), so that every rank arrives at the same.
+
+`make_plan` does once what does not depend on the rank; a rank's own part is computed when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loader_service.checkpoint.catalog import Catalog
+from loader_service.config.schema import LoadConfig
+from loader_service.planning.groups import WHOLE, Group, group_tensors, refuse_unholdable
+from loader_service.planning.mesh import Mesh
+from loader_service.planning.rank_plan import Block, Extent, RankPlan, files_of, make_rank_plan
+from loader_service.planning.rules import Decisions, decide
+from loader_service.planning.selection import select
+
+__all__ = ["PLANNER_VERSION", "Block", "Extent", "LoadPlan", "RankPlan", "make_plan"]
+
+PLANNER_VERSION: Final = 1
+"""Part of every digest: raised when the same input gives another plan, so that mixed versions do not load together."""
+
+_RANKS_KEPT = 8
+
+JsonRank = dict[str, int | list[dict[str, str | list[list[int]]]]]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadPlan:
+    """Who reads what. `load` is the load's name; `warnings` say what matched nothing; `read_all` that no prefix did.
+
+    `digest` covers the catalog's digest, the load, the mesh and coordinates and the coalescing, but no local path:
+    ranks with the same digest plan the same bytes.
+    """
+
+    load: str
+    mesh: Mesh
+    catalog: Catalog
+    digest: str
+    warnings: tuple[str, ...]
+    read_all: bool
+    coalesce_gap_bytes: int
+    tensor_ids: npt.NDArray[np.int64]
+    tensor_group: npt.NDArray[np.int32]
+    groups: tuple[Group, ...]
+    decisions: Decisions
+    _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """The rank's part. The last few are kept. Raises ConfigError for a rank that does not exist."""
+        found = self._ranks.get(rank)
+        if found is None:
+            found = self._make(rank)
+            if len(self._ranks) >= _RANKS_KEPT:
+                self._ranks.clear()
+            self._ranks[rank] = found
+        return found
+
+    def as_json(self, ranks: Iterable[int] | None = None) -> dict[str, object]:
+        """The plan as plain data, for `plan --json`; all ranks unless some are named. Ranges are absolute offsets."""
+        wanted = range(self.world_size) if ranks is None else ranks
+        return {
+            "load": self.load,
+            "world_size": self.world_size,
+            "catalog_digest": self.catalog.digest,
+            "plan_digest": self.digest,
+            "warnings": list(self.warnings),
+            "ranks": [_rank_as_json(self._ranks.get(rank) or self._make(rank)) for rank in wanted],
+        }
+
+    def _make(self, rank: int) -> RankPlan:
+        self.mesh.coordinates(rank)
+        ids, group = self.tensor_ids, self.tensor_group
+        if self.decisions.terms:
+            taken = np.flatnonzero(self.decisions.taken_by(self.mesh, rank))
+            ids, group = ids[taken], group[taken]
+        present = np.flatnonzero(np.bincount(group - WHOLE, minlength=len(self.groups) + 1)[1:]).tolist()
+        geometries = {g: self.groups[g].geometry(self.mesh, rank, self.coalesce_gap_bytes) for g in present}
+        return make_rank_plan(self.catalog, rank, self.digest, ids, group, geometries, self.coalesce_gap_bytes)
+
+
+def make_plan(catalog: Catalog, load_name: str, load: LoadConfig, mesh: Mesh, *, coalesce_gap_bytes: int) -> LoadPlan:
+    """Plans a load for all ranks of the mesh.
+
+    Raises ConfigError for rules that do not fit the mesh or the tensors, CheckpointError for prefixes that the
+    checkpoint lacks; nothing is read.
+    """
+    selection = select(catalog, load_name, load)
+    if not load.raw_dtypes:
+        refuse_unholdable(catalog, selection.ids, load_name)
+    decisions = decide(catalog, selection.ids, load_name, load.rules, mesh)
+    tensor_group, groups = group_tensors(catalog, selection.ids, decisions)
+    warnings = [*selection.warnings, *decisions.warnings]
+    if mesh.empty_positions:
+        warnings.append(
+            f"loads.{load_name}: no rank's coords are at {mesh.empty_positions} of the mesh's positions; "
+            "what only they would take is not loaded"
+        )
+    selection.ids.flags.writeable = tensor_group.flags.writeable = False
+    return LoadPlan(
+        load=load_name,
+        mesh=mesh,
+        catalog=catalog,
+        digest=_digest(catalog, load, mesh, coalesce_gap_bytes),
+        warnings=tuple(warnings),
+        read_all=selection.read_all,
+        coalesce_gap_bytes=coalesce_gap_bytes,
+        tensor_ids=selection.ids,
+        tensor_group=tensor_group,
+        groups=groups,
+        decisions=decisions,
+    )
+
+
+def _digest(catalog: Catalog, load: LoadConfig, mesh: Mesh, coalesce_gap_bytes: int) -> str:
+    content = {
+        "planner": PLANNER_VERSION,
+        "catalog": catalog.digest,
+        "load": load.model_dump(exclude={"checkpoint"}, exclude_none=True),
+        "axes": mesh.axes,
+        "sizes": mesh.sizes,
+        "coordinates": mesh.table,
+        "coalesce_gap_bytes": coalesce_gap_bytes,
+    }
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _rank_as_json(plan: RankPlan) -> JsonRank:
+    return {
+        "rank": plan.rank,
+        "payload_bytes": plan.payload_bytes,
+        "read_bytes": plan.read_bytes,
+        "reads": len(plan.extents),
+        "files": [{"path": path, "ranges": ranges} for path, ranges in files_of(plan)],
+    }
