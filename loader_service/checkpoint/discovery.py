@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal
 
 from loader_service.checkpoint.catalog import Catalog, Shard, build_catalog
 from loader_service.checkpoint.header import LENGTH_BYTES, ParsedHeader, header_length, parse_header
@@ -30,18 +30,12 @@ from loader_service.errors import CheckpointError, LoaderError, ReadError
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import read_fully
 from loader_service.reading.reader import DirectoryEntry, FileIdentity, Storage
+from loader_service.reading.threads import ReadPool
 
 IndexMode = Literal["advisory", "ignore"]
-T = TypeVar("T")
 
 SHARD_SUFFIX: Final = ".safetensors"
 _TRANSIENT: Final = frozenset({errno.EIO, errno.ESTALE, errno.EINTR})
-
-
-class RunAll(Protocol):
-    """Runs all thunks, in parallel where it can, and returns their results in the thunks' order."""
-
-    def __call__(self, thunks: list[Callable[[], T]], /) -> list[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +90,14 @@ def read_catalog(
     *,
     handles: HandleCache,
     storage: Storage,
-    run: RunAll,
-    retries: int = 3,
+    threads: ReadPool,
+    retries: int,
 ) -> Catalog:
     """Discovers the checkpoint and reads, validates and joins all headers. Blocks; called off the event loop.
 
-    `run` gets one thunk a shard; headers are parsed where they are read, so no more than a thread's share of header
-    bytes is held at once. Every shard is opened anew, so that the identities are those of now, and a second call after
-    a failure reads everything again.
+    Each of `threads` reads and parses one header at a time, so no more than a thread's share of header bytes is held at
+    once. Every shard is opened anew, so that the identities are those of now, and a second call after a failure reads
+    everything again.
 
     Raises ReadError where a header cannot be read, CheckpointError for everything else that discovery and validation
     refuse, a missing file included. The first failing shard in the order of names decides; the message counts and names
@@ -112,7 +106,13 @@ def read_catalog(
     discovered = discover(config_path, storage, index=index_mode)
     # Reads overlap, parsing does not: threads that fight over the interpreter took 10 to 25 % longer on 48 headers.
     lock = Lock()
-    outcomes = run([_header_thunk(shard, handles, storage, retries, lock) for shard in discovered.shards])
+    reading = [
+        threads.submit(
+            _header_or_failure, shard, handles, storage, retries, lock, label="the read of its header", path=shard.path
+        )
+        for shard in discovered.shards
+    ]
+    outcomes = [future.result() for future in reading]
     failed = [
         (shard, outcome)
         for shard, outcome in zip(discovered.shards, outcomes, strict=True)
@@ -220,24 +220,20 @@ def _read_whole(path: str, storage: Storage) -> bytes:
         raise _reading_error(path, error, storage, "the index") from error
 
 
-def _header_thunk(
+def _header_or_failure(
     shard: FoundShard, handles: HandleCache, storage: Storage, retries: int, one_at_a_time: Lock
-) -> Callable[[], tuple[Shard, ParsedHeader] | LoaderError]:
+) -> tuple[Shard, ParsedHeader] | LoaderError:
     """Returns failures instead of raising them: all shards are tried, so that a message can count the bad ones."""
-
-    def read() -> tuple[Shard, ParsedHeader] | LoaderError:
-        handles.invalidate(shard.path)
-        try:
-            return _read_header(shard, handles, retries, one_at_a_time)
-        except OSError as error:
-            failure = _reading_error(shard.path, error, storage, "its header")
-            failure.__cause__ = error
-        except LoaderError as error:
-            failure = error
-        handles.invalidate(shard.path)
-        return failure
-
-    return read
+    handles.invalidate(shard.path)
+    try:
+        return _read_header(shard, handles, retries, one_at_a_time)
+    except OSError as error:
+        failure = _reading_error(shard.path, error, storage, "its header")
+        failure.__cause__ = error
+    except LoaderError as error:
+        failure = error
+    handles.invalidate(shard.path)
+    return failure
 
 
 def _read_header(

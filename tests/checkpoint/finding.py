@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import Discovered, IndexMode, discover, read_catalog
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-
-T = TypeVar("T")
-
-
-def one_by_one(thunks: list[Callable[[], T]], /) -> list[T]:
-    return [thunk() for thunk in thunks]
+from loader_service.reading.reader import Storage
+from loader_service.reading.threads import ReadPool
 
 
-def in_threads(thunks: list[Callable[[], T]], /) -> list[T]:
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda thunk: thunk(), thunks))
+def read_with(
+    where: str | tuple[str, ...],
+    index: IndexMode = "advisory",
+    *,
+    handles: HandleCache,
+    storage: Storage,
+    threads: int = 8,
+    retries: int = 3,
+) -> Catalog:
+    """`read_catalog` with so many threads of its own."""
+    pool = ReadPool(threads)
+    try:
+        return read_catalog(where, index, handles=handles, storage=storage, threads=pool, retries=retries)
+    finally:
+        assert not pool.shutdown(30)
 
 
 @contextmanager
@@ -41,7 +47,7 @@ def recording() -> Iterator[tuple[FakeStorage, HandleCache]]:
 def catalog_at(path: Path | tuple[str, ...], index: IndexMode = "advisory") -> Catalog:
     with recording() as (storage, handles):
         where = str(path) if isinstance(path, Path) else path
-        return read_catalog(where, index, handles=handles, storage=storage, run=in_threads)
+        return read_with(where, index, handles=handles, storage=storage)
 
 
 def discovered_at(path: Path | tuple[str, ...], index: IndexMode = "advisory") -> Discovered:

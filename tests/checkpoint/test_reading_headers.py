@@ -8,20 +8,15 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-from loader_service.checkpoint.discovery import read_catalog
 from loader_service.errors import CheckpointError, EndOfFileError, ReadError
 from tests.checkpoint.building import bytes_of
-from tests.checkpoint.finding import catalog_at, in_threads, one_by_one, recording
+from tests.checkpoint.finding import catalog_at, read_with, recording
 from tests.checkpoint.vectors import entry, file_of
-
-T = TypeVar("T")
 
 
 def make(folder: Path, count: int = 3) -> list[str]:
@@ -34,7 +29,7 @@ def make(folder: Path, count: int = 3) -> list[str]:
 def test_only_header_bytes_are_read_and_each_file_is_opened_once(tmp_path: Path) -> None:
     make(tmp_path)
     with recording() as (storage, handles):
-        catalog = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+        catalog = read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
         for shard in catalog.shards:
             assert storage.bytes_read(shard.path) == shard.header_bytes
             assert all(read.offset + read.wanted_bytes <= shard.header_bytes for read in storage.reads_of(shard.path))
@@ -52,7 +47,7 @@ def test_headers_around_round_sizes_and_reads_that_end_8_bytes_early(
     (tmp_path / "m.safetensors").write_bytes(file_of(text, 4))
     with recording() as (storage, handles):
         storage.shorten("*", text_bytes - short_by)
-        catalog = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=one_by_one)
+        catalog = read_with(str(tmp_path), "advisory", handles=handles, storage=storage, threads=1)
     assert catalog.shards[0].header_bytes == 8 + text_bytes
     assert catalog.starts.tolist() == [8 + text_bytes]
 
@@ -63,7 +58,7 @@ def test_short_reads_change_nothing(tmp_path: Path, step: int) -> None:
     plain = catalog_at(tmp_path)
     with recording() as (storage, handles):
         storage.shorten("*", step)
-        catalog = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+        catalog = read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
     assert (catalog.digest, catalog.names) == (plain.digest, plain.names)
 
 
@@ -78,10 +73,10 @@ def test_the_identity_is_that_of_the_open_file(tmp_path: Path) -> None:
 def test_a_second_reading_sees_a_file_that_was_replaced_meanwhile(tmp_path: Path) -> None:
     (name, *_) = make(tmp_path)
     with recording() as (storage, handles):
-        first = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+        first = read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
         (tmp_path / "new").write_bytes(bytes_of(["other"]))
         os.replace(tmp_path / "new", tmp_path / name)
-        second = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+        second = read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
     assert "other" not in first.names
     assert "other" in second.names
 
@@ -92,7 +87,7 @@ def test_a_file_replaced_between_two_reads_of_its_header_is_noticed(tmp_path: Pa
         storage.fail("s000*", errno.ESTALE, nth=1)
         storage.replace("s000*", inode=1, operations=("open",), nth=1)
         with pytest.raises(CheckpointError, match="changed under the reader"):
-            read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=one_by_one)
+            read_with(str(tmp_path), "advisory", handles=handles, storage=storage, threads=1)
 
 
 @pytest.mark.parametrize("operation", ["open", "read"])
@@ -102,11 +97,11 @@ def test_a_header_that_cannot_be_read_is_a_read_error_with_its_errno(tmp_path: P
     with recording() as (storage, handles):
         storage.fail("s001*", code, operation="open" if operation == "open" else "read", times=None)
         with pytest.raises(ReadError) as caught:
-            read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads, retries=1)
+            read_with(str(tmp_path), "advisory", handles=handles, storage=storage, retries=1)
         assert (caught.value.errno, caught.value.path) == (code, f"{tmp_path}/s001.safetensors")
         assert caught.value.exit_code == 5
         storage.clear()
-        again = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+        again = read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
     assert again.digest == catalog_at(tmp_path).digest
 
 
@@ -116,7 +111,7 @@ def test_a_shard_that_vanished_after_the_listing_is_a_checkpoint_error(tmp_path:
     with recording() as (storage, handles):
         storage.fail("s001*", errno.ENOENT, operation="open" if operation == "open" else "read", times=None)
         with pytest.raises(CheckpointError) as caught:
-            read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+            read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
     assert caught.value.exit_code == 3
     assert caught.value.path == f"{tmp_path}/s001.safetensors"
 
@@ -132,8 +127,8 @@ def test_eio_is_tried_again_as_often_as_configured(tmp_path: Path, operation: st
             )
 
             def read() -> list[str]:
-                return read_catalog(
-                    str(tmp_path), "advisory", handles=handles, storage=storage, run=one_by_one, retries=retries
+                return read_with(
+                    str(tmp_path), "advisory", handles=handles, storage=storage, threads=1, retries=retries
                 ).names
 
             if extra:
@@ -148,7 +143,7 @@ def test_a_file_that_ends_inside_its_header_while_its_size_says_otherwise(tmp_pa
     with recording() as (storage, handles):
         storage.truncate("s000*", 20)
         with pytest.raises(EndOfFileError):
-            read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=one_by_one)
+            read_with(str(tmp_path), "advisory", handles=handles, storage=storage, threads=1)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 20])
@@ -177,7 +172,7 @@ def test_the_first_failure_in_the_order_of_names_is_raised_and_the_others_are_na
     with recording() as (storage, handles):
         storage.fail("s001*", errno.EACCES, times=None)
         with pytest.raises(ReadError) as caught:
-            read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=in_threads)
+            read_with(str(tmp_path), "advisory", handles=handles, storage=storage)
     assert (caught.value.path, caught.value.errno) == (f"{tmp_path}/s001.safetensors", errno.EACCES)
     assert "2 of 5 headers failed; the others: 's003.safetensors'" in caught.value.message
     assert isinstance(caught.value.__cause__, ReadError)
@@ -191,32 +186,27 @@ def test_a_folder_in_a_list_of_files_is_refused(tmp_path: Path) -> None:
 
 def test_headers_are_read_in_parallel(tmp_path: Path) -> None:
     make(tmp_path, 2)
-    with recording() as (storage, handles), ThreadPoolExecutor(2) as pool:
+    with recording() as (storage, handles), ThreadPoolExecutor(1) as caller:
         gates = [storage.block(f"s00{i}*") for i in range(2)]
-
-        def run(thunks: list[Callable[[], T]], /) -> list[T]:
-            futures = [pool.submit(thunk) for thunk in thunks]
-            for gate in gates:
-                assert gate.reached.wait(30)  # both are inside a read at once
-            assert storage.in_flight == 2
-            storage.clear()
-            return [future.result() for future in futures]
-
-        catalog = read_catalog(str(tmp_path), "advisory", handles=handles, storage=storage, run=run)
+        reading = caller.submit(read_with, str(tmp_path), handles=handles, storage=storage, threads=2)
+        for gate in gates:
+            assert gate.reached.wait(30)  # both are inside a read at once
+        assert storage.in_flight == 2
+        storage.clear()
+        catalog = reading.result()
     assert len(catalog) == 6
 
 
 _MANY_SHARDS_FEW_DESCRIPTORS = """
     import json, os, resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    from loader_service.checkpoint.discovery import read_catalog
     from loader_service.reading.handles import HandleCache
     from loader_service.reading.local import LocalStorage
-    from tests.checkpoint.finding import in_threads
+    from tests.checkpoint.finding import read_with
     storage = LocalStorage()
     handles = HandleCache(storage)
     before = len(os.listdir("/proc/self/fd"))
-    catalog = read_catalog(sys.argv[1], "advisory", handles=handles, storage=storage, run=in_threads)
+    catalog = read_with(sys.argv[1], "advisory", handles=handles, storage=storage)
     held = len(os.listdir("/proc/self/fd")) - before
     handles.close()
     left = len(os.listdir("/proc/self/fd")) - before

@@ -246,6 +246,16 @@ REJECTED: list[Rejected] = [
     ),
     _no("metadata-list", f'{{"__metadata__":[],"a":{_E}}}', "`__metadata__` is an array"),
     _no("metadata-string", f'{{"__metadata__":"x","a":{_E}}}', "`__metadata__` is the string"),
+    _no(
+        "metadata-last-like-a-tensor",
+        f'{{"a":{_E},"__metadata__":{entry("U8", [0], 4, 4)}}}',
+        "`__metadata__` holds",
+    ),
+    _no(
+        "metadata-twice-the-second-like-a-tensor",
+        f'{{"__metadata__":{{}},"a":{_E},"__metadata__":{entry("U8", [0], 4, 4)}}}',
+        "twice",
+    ),
     _no("metadata-like-a-tensor", f'{{"__metadata__":{_E}}}', "`__metadata__` holds"),
     # entries
     *(
