@@ -17,12 +17,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 from loader_service.errors import FailureRecord, LoaderError
@@ -110,15 +112,31 @@ def run_ranks(
     """Runs `fn(Rank, *args)` on every rank and returns the outcomes by rank.
 
     `on_start(pids)` is called once all run, `on_mark(rank, text, pids)` whenever one says `mark(text)`; both may send
-    signals. Ranks that have not ended after `timeout_s` print their stacks, are killed, and fail the test.
+    signals. Ranks that have not ended after `timeout_s` are killed, and fail the test with the stacks of their threads.
     """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        return _run_ranks(fn, world_size, args, timeout_s, on_start, on_mark, address, folder)
+
+
+def _run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    on_start: Callable[[list[int]], None] | None,
+    on_mark: Callable[[int, str, list[int]], None] | None,
+    address: str | None,
+    folder: str,
+) -> list[Outcome]:
     ctx = context()
     address = address or f"127.0.0.1:{free_port()}"
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     for rank in range(world_size):
         ours, theirs = ctx.Pipe(duplex=False)
-        process = ctx.Process(target=_main, args=(fn, rank, world_size, address, theirs, timeout_s, args), daemon=True)
+        process = ctx.Process(
+            target=_main, args=(fn, rank, world_size, address, theirs, timeout_s, folder, args), daemon=True
+        )
         process.start()
         theirs.close()
         processes.append(process)
@@ -138,9 +156,15 @@ def run_ranks(
         for process, pipe in zip(processes, pipes, strict=True):
             process.close()
             pipe.close()
-    marks = {rank: outcomes[rank].marks for rank in late}
-    assert not late, f"ranks {late} did not end within {timeout_s:g} s (their stacks are on stderr); marks: {marks}"
+    if late:
+        stacks = "\n".join(f"rank {rank} after {outcomes[rank].marks}:\n{_stack(folder, rank)}" for rank in late)
+        raise AssertionError(f"ranks {late} did not end within {timeout_s:g} s\n{stacks}")
     return outcomes
+
+
+def _stack(folder: str, rank: int) -> str:
+    path = Path(folder, f"{rank}.stack")
+    return path.read_text() if path.exists() else "it never started"
 
 
 class _Watch:
@@ -202,12 +226,17 @@ def _main(
     address: str,
     pipe: Connection,
     timeout_s: float,
+    folder: str,
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.dump_traceback_later(max(1.0, timeout_s - 2.0), exit=False)
+    # Not to stderr: that is what the fork server had when it started, which may be another test's captured output.
+    stacks = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.dump_traceback_later(max(0.5, timeout_s - 2.0), file=stacks, exit=False)
     # Ranks of tests share a few cores; a thread pool of torch's in each would only wait for them.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A store's server asks for each peer's name; a name server that loses a packet would stop all ranks for 5 s.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     value: Any = None
     error: RankError | None = None
     try:

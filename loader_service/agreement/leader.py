@@ -1,0 +1,276 @@
+"""The leader's side, on group rank 0: collects every rank's record, compares, publishes one verdict a phase.
+
+A failure of any rank (its FAIL, its silence, its lateness, an unreadable record) opens a short window in which others'
+failures are gathered; then the root cause is chosen and FINAL is published, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from loader_service.agreement.codec import decode_body, decode_record, decode_status, encode_entry
+from loader_service.agreement.messages import (
+    JSON,
+    PHASES,
+    BodyRequest,
+    Describe,
+    Detail,
+    Entry,
+    Failure,
+    MessageError,
+    Phase,
+    Record,
+    Status,
+    Verdict,
+    body_key,
+    record_key,
+)
+from loader_service.agreement.protocol import (
+    LEADER,
+    NO_ARRIVAL_HINT,
+    Collect,
+    Collected,
+    Effect,
+    Limits,
+    Lookout,
+    Publish,
+    Statuses,
+    choose_cause,
+    died,
+    timed_out,
+)
+from loader_service.errors import AgreementError, FailureRecord
+
+_BOUNDED_WORK = (Phase.CATALOG, Phase.PLAN, Phase.OPEN)  # phases in which a rank without progress is late
+
+
+class Leader:
+    """Pure state machine; every method returns the effects to do. Times are seconds of one monotonic clock."""
+
+    def __init__(self, world_size: int, limits: Limits, describe: Mapping[Phase, Describe], now_s: float) -> None:
+        self._world_size = world_size
+        self._limits = limits
+        self._describe = describe
+        self._lookout = Lookout(range(world_size), limits, now_s)
+        self._started_at_s = now_s
+        self._phase_at_s = now_s
+        self._position = 0
+        self._attempt = 0
+        self._sequence = 0
+        self._step: Literal["records", "bodies", "publishing", "done"] = "records"
+        self._expected: tuple[str, ...] = ()
+        self._failures: dict[int, Failure] = {}
+        self._window_ends_at_s: float | None = None
+        self._groups: list[list[int]] = []
+        self._request: BodyRequest | None = None
+        self._finer: Detail | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return PHASES[min(self._position, len(PHASES) - 1)]
+
+    @property
+    def choosing(self) -> bool:
+        """True while failures are gathered: ticks should then come often."""
+        return bool(self._failures) and self._step in {"records", "bodies"}
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks found silent: no BYE is expected of them."""
+        return frozenset(rank for rank, failure in self._failures.items() if failure.kind == "died")
+
+    def start(self) -> list[Effect]:
+        return [self._collect_records()]
+
+    # -- inputs
+
+    def on_entry(self, entry: Entry, now_s: float) -> list[Effect]:
+        """`entry` stands in the log at the next place: the leader's own, or a FINAL that a member put there."""
+        if self._step == "done":
+            return []
+        self._sequence = entry.sequence + 1
+        if isinstance(entry, BodyRequest):
+            self._step, self._request = "bodies", entry
+            self._phase_at_s = now_s
+            self._expected = tuple(body_key(entry.sequence, rank) for rank in entry.ranks)
+            return [Collect(self._expected)]
+        if entry.ends:
+            self._step = "done"
+            return []
+        if entry.action == "retry":
+            self._attempt += 1
+        else:
+            self._position, self._attempt = self._position + 1, 0
+        self._step = "records"
+        self._phase_at_s = now_s
+        return [self._collect_records(), *self._go_on(now_s)]
+
+    def on_collected(self, collected: Collected, now_s: float) -> list[Effect]:
+        if collected.keys != self._expected or self._step not in {"records", "bodies"}:
+            return []
+        if self._step == "bodies":
+            return self._name_difference(collected.values)
+        records: list[Record] = []
+        for rank, data in enumerate(collected.values):
+            try:
+                records.append(decode_record(data))
+            except MessageError as error:
+                self._unreadable(rank, f"its {self.phase} record cannot be read: {error}")
+        return self._go_on(now_s) if self._failures else self._decide(records, now_s)
+
+    def on_statuses(self, statuses: Statuses, now_s: float) -> list[Effect]:
+        if self._step == "done":
+            return []
+        decoded: dict[int, Status] = {}
+        for rank, data in statuses.by_rank.items():
+            if not data:
+                continue
+            try:
+                decoded[rank] = decode_status(data)
+            except MessageError as error:
+                self._unreadable(rank, f"its heartbeat cannot be read: {error}")
+        effects: list[Effect] = list(self._lookout.look(decoded, statuses.asked_at_s, now_s))
+        for rank, status in decoded.items():
+            if status.failure is not None:
+                self._failures.setdefault(rank, status.failure)
+        for rank in self._lookout.silent(statuses.asked_at_s):
+            if rank != LEADER:
+                watch = self._lookout.watches[rank]
+                silent_s = statuses.asked_at_s - watch.beat_at_s
+                self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.last_progress))
+        self._find_late(statuses.asked_at_s)
+        return effects + self._go_on(now_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        return self._go_on(now_s)
+
+    # -- failures
+
+    def _unreadable(self, rank: int, text: str) -> None:
+        message = f"{text}; do all ranks run the same version of the loader?"
+        self._failures.setdefault(
+            rank, Failure("error", FailureRecord(AgreementError.__name__, message, rank, self.phase))
+        )
+
+    def _arrived(self, rank: int) -> bool:
+        return self._step != "records" or self._lookout.watches[rank].at >= (self._position, self._attempt)
+
+    def _find_late(self, asked_at_s: float) -> None:
+        for rank, watch in self._lookout.watches.items():
+            if rank in self._failures or self._arrived(rank):
+                continue
+            if self.phase is Phase.CONFIG:
+                if asked_at_s - self._started_at_s > self._limits.start_timeout_s:
+                    what = "did not agree on the configuration" if watch.heard else "did not arrive"
+                    text = f"{what} within {self._limits.start_timeout_s:g} s; {NO_ARRIVAL_HINT}"
+                    self._failures[rank] = timed_out(rank, self.phase, text)
+            elif self.phase in _BOUNDED_WORK and not watch.suspected:  # who is silent cannot tell of its progress
+                idle_s = asked_at_s - max(watch.moved_at_s, self._phase_at_s)
+                if idle_s > self._limits.timeout_s:
+                    text = f"late in phase {self.phase}: alive, but without progress for {idle_s:.1f} s"
+                    self._failures[rank] = timed_out(rank, self.phase, f"{text}; {watch.last_progress}")
+
+    def _go_on(self, now_s: float) -> list[Effect]:
+        """Publishes FINAL once there is a failure and no other rank can be expected to have a better one to tell."""
+        if not self.choosing:
+            return []
+        if self._window_ends_at_s is None:
+            self._window_ends_at_s = now_s + self._limits.window_s
+        waiting_for = [rank for rank in range(self._world_size) if rank not in self._failures]
+        if any(not self._arrived(rank) for rank in waiting_for) and now_s < self._window_ends_at_s:
+            return []
+        return self._publish(self._verdict("final", failure=choose_cause(self._failures)))
+
+    # -- verdicts
+
+    def _collect_records(self) -> Collect:
+        ranks = range(self._world_size)
+        self._expected = tuple(record_key(self.phase, self._attempt, rank) for rank in ranks)
+        return Collect(self._expected)
+
+    def _verdict(
+        self,
+        action: Literal["go", "retry", "final"],
+        *,
+        failure: Failure | None = None,
+        counts: Mapping[str, Mapping[str, int]] | None = None,
+        listed: tuple[JSON, ...] | None = None,
+    ) -> Verdict:
+        return Verdict(self._sequence, self.phase, action, counts or {}, listed, failure)
+
+    def _publish(self, entry: Entry) -> list[Effect]:
+        try:
+            encode_entry(entry)
+        except MessageError as error:
+            record = FailureRecord(AgreementError.__name__, f"no verdict on {self.phase}: {error}", LEADER, self.phase)
+            entry = self._verdict("final", failure=Failure("error", record))
+        self._step = "publishing"
+        return [Publish(entry)]
+
+    def _decide(self, records: Sequence[Record], now_s: float) -> list[Effect]:
+        wanting = [rank for rank, record in enumerate(records) if record.outcome == "retry"]
+        if wanting:
+            causes = {rank: self._retry_cause(rank, records[rank]) for rank in wanting}
+            if self.phase is Phase.CATALOG and self._attempt == 0:
+                return self._publish(self._verdict("retry", failure=choose_cause(causes)))
+            self._failures |= causes
+            return self._go_on(now_s)
+        by_digest: dict[str, list[int]] = {}
+        for rank, record in enumerate(records):
+            by_digest.setdefault(record.digest, []).append(rank)
+        if len(by_digest) > 1:
+            self._groups = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+            lowest_other = min(ranks[0] for ranks in self._groups[1:])
+            return self._publish(BodyRequest(self._sequence, self.phase, (self._groups[0][0], lowest_other)))
+        counts: dict[str, dict[str, int]] = {}
+        for record in records:
+            for key, value in record.counted.items():
+                per_key = counts.setdefault(key, {})
+                per_key[value] = per_key.get(value, 0) + 1
+        listed = tuple(record.listed for record in records)
+        return self._publish(
+            self._verdict("go", counts=counts, listed=None if all(item is None for item in listed) else listed)
+        )
+
+    def _retry_cause(self, rank: int, record: Record) -> Failure:
+        known = record.failure or FailureRecord("LoaderError", "asked to repeat the phase", rank, self.phase)
+        return Failure("error", known)
+
+    # -- disagreements
+
+    def _name_difference(self, values: Sequence[bytes]) -> list[Effect]:
+        """Both bodies are there: names the first difference, or asks both ranks for one level of detail more."""
+        assert self._request is not None
+        first, second = self._request.ranks
+        bodies: list[JSON] = []
+        for rank, data in zip(self._request.ranks, values, strict=True):
+            try:
+                body, problem = decode_body(data)
+            except MessageError as error:
+                body, problem = None, str(error)
+            if problem is not None:
+                return self._disagree(f"their digests differ; rank {rank} cannot say more: {problem}")
+            bodies.append(body)
+        try:
+            if self._finer is not None:
+                return self._disagree(self._finer.describe(bodies[0], bodies[1]))
+            describe = self._describe.get(self.phase)
+            found = "their digests differ" if describe is None else describe(bodies[0], bodies[1])
+        except Exception as error:  # noqa: BLE001 - the bodies are foreign; whatever they break must not stop the FINAL
+            return self._disagree(f"their digests differ; comparing them failed: {type(error).__name__}: {error}")
+        if isinstance(found, Detail):
+            self._finer = found
+            return self._publish(BodyRequest(self._sequence, self.phase, (first, second), found.key))
+        return self._disagree(found)
+
+    def _disagree(self, difference: str) -> list[Effect]:
+        assert self._request is not None
+        first, second = self._request.ranks
+        parts = []
+        for rank in (first, second):
+            size = next(len(ranks) for ranks in self._groups if rank in ranks)
+            parts.append(f"{size} of {self._world_size} ranks have rank {rank}'s")
+        text = f"ranks {first} and {second} differ in {self.phase}: {difference} ({', '.join(parts)})"
+        record = FailureRecord(AgreementError.__name__, text, second, self.phase)
+        return self._publish(self._verdict("final", failure=Failure("disagreement", record)))

@@ -1,0 +1,277 @@
+"""Messages over a torch.distributed store: no collective, no process group, nothing of the caller's is touched.
+
+Every blocking call is made by a daemon thread of the carrier on a client of its own (`Store.clone()`: a client that is
+blocked in a wait stalls every other call on it). Nobody waits for these threads: a store that is frozen ignores its
+own time limits, so the session looks from outside how long a call takes and gives the store up. Waits have no time
+limit of their own, because a store client that times out writes two lines to stderr; they end by writing the key.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeAlias
+
+from loader_service.agreement.carriers import ends_log
+from loader_service.agreement.codec import encode_entry
+from loader_service.agreement.messages import Entry, bye_key, entry_key, status_key
+from loader_service.agreement.protocol import LEADER, Collected, Incoming, LogEntry, Lost, Statuses
+from loader_service.agreement.store_clients import Meeting, Store
+
+_FOREVER = timedelta(days=30)
+_ALARM = "alarm"
+_NOTHING = ""
+_LONG_STEP_S = 1.0
+
+
+Job: TypeAlias = Callable[[Store], None]
+
+
+class StoreCarrier:
+    """One rank's way to one session's keys in a store.
+
+    Threads: one writes (posts, publishes, heartbeats, looks at statuses), one follows the log; the leader's collects,
+    and waits for alarms. Latency of an exchange: a set, a wake-up of the leader, a compare-and-set, a wake-up of all.
+    """
+
+    def __init__(
+        self,
+        *,
+        meeting: Meeting,
+        session: int,
+        rank: int,
+        world_size: int,
+        heartbeat_s: float,
+        host_rank: int | None,
+        where: str,
+    ) -> None:
+        self.host_rank = host_rank
+        self._meeting = meeting
+        self._session = session
+        self._rank = rank
+        self._world_size = world_size
+        self._look_s = heartbeat_s
+        self._heartbeat_s = heartbeat_s
+        self.where = where
+        self._outbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
+        self._wish: tuple[str, ...] = ()
+        self._keys_written: list[str] = []
+        self._log_length = 0
+        self._leader_seen = rank == LEADER
+        self._connected = False
+        self._urgent = False
+        self._alarmed = False
+        self._tidy = False
+        self._stopping = False
+        self._stopped: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._beat_at_s = 0.0
+        self._calls_begun = 0
+        self._calls_done = 0
+        self._stalled: tuple[int, float, float] = (0, 0.0, 0.0)  # which call, how long, counted until when
+
+    # -- the session's side: nothing blocks
+
+    def start(self, receive: Callable[[Incoming], None], status: Callable[[], bytes]) -> None:
+        self._receive = receive
+        self._status = status
+        self._spawn(self._begin, "write")
+
+    def post(self, key: str, data: bytes) -> None:
+        def write(store: Store) -> None:
+            self._keys_written.append(key)
+            store.set(key, data)
+
+        self._outbox.put(write)
+        self._outbox.put(self._show)
+
+    def post_last(self, key: str, data: bytes) -> None:
+        self._outbox.put(self._remove_own_keys)
+        self._outbox.put(lambda store: store.set(key, data))
+
+    def publish(self, entry: Entry) -> None:
+        data = encode_entry(entry)
+
+        def compare_and_set(store: Store) -> None:
+            stands = store.compare_set(entry_key(entry.sequence), _NOTHING, data.decode("ascii"))
+            self._receive(LogEntry(entry.sequence, bytes(stands)))
+
+        self._outbox.put(compare_and_set)
+
+    def collect(self, keys: tuple[str, ...]) -> None:
+        before, self._wish = self._wish, keys
+        if before:
+            self._release(before)
+        self._wishes.put(keys)
+
+    def urge(self) -> None:
+        self._urgent = True
+        self._outbox.put(self._beat)
+
+    def stalled_s(self, now_s: float) -> float:
+        call = self._calls_begun
+        which, stalled_s, until_s = self._stalled
+        if call == self._calls_done or call != which:
+            self._stalled = (call, 0.0, now_s)
+        else:  # a process that was stopped itself must not hold the whole gap against the store
+            self._stalled = (call, stalled_s + min(now_s - until_s, _LONG_STEP_S), now_s)
+        return self._stalled[1]
+
+    def stop(self, *, tidy: bool, stopped: Callable[[], None]) -> None:
+        self._tidy = tidy
+        self._stopped = stopped
+        self._stopping = True
+        before, self._wish = self._wish, ()
+        if before:
+            self._release(before)
+        self._wishes.put(None)
+        self._outbox.put(None)
+
+    def _release(self, keys: tuple[str, ...]) -> None:
+        """Ends the collector's wait for keys that may never come. What it then collects is for nobody."""
+
+        def fill(store: Store) -> None:
+            for key in keys:
+                store.compare_set(key, _NOTHING, "-")
+                self._keys_written.append(key)
+
+        self._outbox.put(fill)
+
+    # -- threads
+
+    def _spawn(self, work: Callable[[], None], name: str) -> None:
+        with self._lock:
+            self._threads += 1
+        threading.Thread(target=self._run, args=(work,), name=f"loader-agreement-{name}", daemon=True).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the store's failures have many classes; all of them mean: lost
+            self._meeting.pool.drop()
+            if not self._stopping:
+                what = "lost the store" if self._connected else "could not reach the store"
+                self._receive(Lost(f"{what} ({self.where}): {_first_line(error)}"))
+        finally:
+            with self._lock:
+                self._threads -= 1
+                last = self._threads == 0
+            if last and self._stopped is not None:
+                self._stopped()
+
+    def _begin(self) -> None:
+        """Connects all clients before the first word: no connection is made while ranks are waited for."""
+        works: dict[str, Job] = {"log": self._follow}
+        if self._rank == LEADER:
+            works |= {"collect": self._collect, "alarm": self._await_alarm}
+        own = self._meeting.pool.borrow()
+        in_session = self._meeting.session(own, self._session)
+        if self._rank == LEADER:
+            for rank in range(self._world_size):
+                in_session(own).compare_set(status_key(rank), _NOTHING, "-")
+        clients = {name: self._meeting.pool.borrow() for name in works}
+        self._connected = True
+        for name, work in works.items():
+            self._spawn(self._using(work, clients[name], in_session), name)
+        self._using(self._write, own, in_session)()
+
+    def _using(self, work: Job, client: Store, in_session: Callable[[Store], Store]) -> Callable[[], None]:
+        def use() -> None:
+            work(in_session(client))
+            self._meeting.pool.give_back(client)
+
+        return use
+
+    def _write(self, store: Store) -> None:
+        while True:
+            try:
+                job = self._outbox.get(timeout=max(0.0, self._beat_at_s + self._look_s - time.monotonic()))
+            except queue.Empty:
+                job = self._beat
+            if job is None:
+                break
+            self._timed(job, store)
+        if self._rank == LEADER:
+            self._timed(self._leave_as_leader, store)
+
+    def _timed(self, job: Job, store: Store) -> None:
+        self._calls_begun += 1
+        job(store)
+        self._calls_done = self._calls_begun
+
+    def _show(self, store: Store) -> None:
+        store.set(status_key(self._rank), self._status())
+
+    def _beat(self, store: Store) -> None:
+        """Says that this rank lives, looks who else does, and catches what a broken connection may have withheld."""
+        self._beat_at_s = time.monotonic()
+        self._show(store)
+        if self._urgent and not self._alarmed:
+            store.set(_ALARM, "fail")
+            self._alarmed = True
+        asked_at_s = time.monotonic()
+        if self._rank == LEADER:
+            values = store.multi_get([status_key(rank) for rank in range(self._world_size)])
+            by_rank = {rank: b"" if value == b"-" else bytes(value) for rank, value in enumerate(values)}
+            self._receive(Statuses(by_rank, asked_at_s))
+        else:
+            self._leader_seen = self._leader_seen or store.check([status_key(LEADER)])
+            value = bytes(store.get(status_key(LEADER))) if self._leader_seen else b""
+            self._receive(Statuses({LEADER: b"" if value == b"-" else value}, asked_at_s))
+        sequence = self._log_length
+        if store.check([entry_key(sequence)]):
+            self._receive(LogEntry(sequence, bytes(store.get(entry_key(sequence)))))
+
+    def _follow(self, store: Store) -> None:
+        while True:
+            key = entry_key(self._log_length)
+            store.wait([key], _FOREVER)
+            data = bytes(store.get(key))
+            self._receive(LogEntry(self._log_length, data))
+            if ends_log(data):
+                return
+            self._log_length += 1
+
+    def _collect(self, store: Store) -> None:
+        while (keys := self._wishes.get()) is not None:
+            if keys == self._wish:
+                store.wait(list(keys), _FOREVER)
+            if keys != self._wish:
+                continue  # released: what lies there now is no message, and may be removed at any time
+            values = tuple(bytes(value) for value in store.multi_get(list(keys)))
+            if keys == self._wish:
+                self._wish = ()
+                self._receive(Collected(keys, values))
+
+    def _await_alarm(self, store: Store) -> None:
+        store.wait([_ALARM], _FOREVER)
+        if not self._stopping:
+            self._look_s = min(self._look_s, self._heartbeat_s / 20)
+            self._outbox.put(self._beat)
+
+    def _remove_own_keys(self, store: Store) -> None:
+        """No one reads this rank's records once the log has ended. A long-lived store must not fill up with loads."""
+        for key in self._keys_written:
+            store.delete_key(key)
+        self._keys_written.clear()
+
+    def _leave_as_leader(self, store: Store) -> None:
+        store.set(_ALARM, "stop")
+        self._remove_own_keys(store)
+        if not self._tidy:
+            return
+        for key in (_ALARM, *(status_key(rank) for rank in range(self._world_size))):
+            store.delete_key(key)
+        for rank in range(1, self._world_size):
+            store.delete_key(bye_key(rank))
+        for sequence in range(self._log_length + 1):
+            store.delete_key(entry_key(sequence))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
