@@ -218,13 +218,14 @@ class StagingPool:
             if found == "idle":
                 request.slot = self._idle.pop()
             return found is not None
-        if self._budget.try_reserve(request.nbytes):
-            self._reservations += 1
-            return True
-        count = self._budget.idle_to_free(request.nbytes)
-        doomed, self._idle = self._idle[:count], self._idle[count:]
-        self._free(doomed)
-        return False
+        granted = self._budget.try_reserve(request.nbytes)
+        if not granted:
+            count = self._budget.idle_to_free(request.nbytes)
+            doomed, self._idle = self._idle[:count], self._idle[count:]
+            # What is freed on the other thread serves the queue again when it is.
+            granted = self._free(doomed) and self._budget.try_reserve(request.nbytes)
+        self._reservations += granted
+        return granted
 
     async def _new_slot(self) -> Slot:
         """A new buffer for a lease that is granted already; if there is none, the grant is taken back."""
@@ -286,14 +287,20 @@ class StagingPool:
             self._idle.append(slot)
         self._grant()
 
-    def _free(self, slots: list[Slot]) -> None:
-        """Lets go of slots that count as freeing, on the caretaker's thread; called with the lock."""
+    def _free(self, slots: list[Slot]) -> bool:
+        """Lets go of slots that count as freeing, on the caretaker's thread; called with the lock.
+
+        True if they went at once, because no thread can be had: better a slow loop than a queue that waits for ever.
+        """
         if not slots:
-            return
+            return False
         try:
             self._caretaker.call(partial(self._let_go, slots))
         except MemoryLimitError:
             self._budget.freeing -= len(slots)
+            slots.clear()
+            return True
+        return False
 
     def _let_go(self, slots: list[Slot]) -> None:
         count = len(slots)

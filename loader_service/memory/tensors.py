@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from math import prod
 
@@ -33,6 +34,7 @@ _TORCH_NAMES = {
 }
 
 
+@functools.cache
 def torch_dtype(code: str) -> torch.dtype | None:
     """The torch dtype of a safetensors code, None where torch (or this version of it) has none, as for F6."""
     dtype = getattr(torch, _TORCH_NAMES.get(code, ""), None)

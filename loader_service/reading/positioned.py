@@ -112,7 +112,7 @@ class _Transfer:
         views: list[memoryview] = []
         room = MOST_BYTES_A_CALL
         for view in islice(self.pending, MOST_VIEWS_A_CALL):
-            views.append(view[:room])
+            views.append(view if view.nbytes <= room else view[:room])
             room -= view.nbytes
             if room <= 0:
                 break

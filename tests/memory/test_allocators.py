@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -116,6 +117,17 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     buffers.clear()
     del buffer
     assert [address for address in addresses if is_mapped(address)] == []
+
+
+def test_neither_address_space_nor_a_larger_mapping_is_left_by_aligning() -> None:
+    before_bytes = psutil.Process().memory_info().vms
+    for _ in range(64):
+        buffer = allocate_host(4 * MIB, congruent_to=1)
+        figures = smaps_of(buffer.address)
+        assert figures is not None
+        assert figures["Size"] == 4 * 1024 + 4
+        del buffer
+    assert psutil.Process().memory_info().vms - before_bytes < 16 * MIB
 
 
 def test_a_part_shares_the_memory_of_the_whole() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -262,7 +263,7 @@ async def test_a_waiter_that_is_cancelled_after_its_wakeup_loses_nothing() -> No
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert pool.statistics().out_bytes == 0
+        assert (pool.statistics().out_bytes, pool.statistics().idle_bytes) == (0, SLOT)
 
 
 def test_a_waiter_whose_loop_is_gone_keeps_nothing() -> None:
@@ -310,17 +311,24 @@ async def test_no_events_mean_at_once() -> None:
         assert pool.statistics().out_bytes == 0
 
 
-async def test_a_buffer_whose_event_fails_is_never_used_again(caplog: pytest.LogCaptureFixture) -> None:
-    async with pool_of(1) as pool:
+async def test_a_buffer_whose_event_fails_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    # Not through pytest's capturing: it keeps the traceback, and with it the buffer.
+    monkeypatch.setattr(logging.getLogger("loader_service.memory.caretaker"), "exception", said.append)
+    pinner = FakePinner()
+    async with pool_of(1, pin="auto", pinner=pinner) as pool:
         lease = await pool.lease(1)
         address = lease.buffer.address
         event = FakeDeviceEvent()
         event.error = RuntimeError("device lost")
-        with caplog.at_level(logging.ERROR):
-            lease.release_when([event])
-            other = await soon(pool.lease(1))
+        lease.release_when([event])
+        other = await soon(pool.lease(1))
         assert other.buffer.address != address
         assert pool.statistics().abandoned_bytes == SLOT
+        assert len(said) == 1
+        del event, lease
+        gc.collect()
+        assert address in pinner.locked, "the device may still read it"
         other.release()
 
 
@@ -469,6 +477,23 @@ async def test_memory_that_cannot_be_had_fails_the_lease_and_costs_no_bytes(monk
                 await pool.lease(1)
         assert pool.statistics().out_bytes == 0
         (await pool.lease(1)).release()
+
+
+async def test_a_system_that_starts_no_thread_makes_the_pool_slow_but_not_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with pool_of(2) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            (await pool.lease(1)).release()
+            (await pool.reserve(2 * SLOT)).release()
+            lease = await pool.lease(1)
+            lease.release_when([FakeDeviceEvent()])  # nobody can ask it
+        statistics = pool.statistics()
+        assert (statistics.out_bytes, statistics.abandoned_bytes) == (0, SLOT)
 
 
 # The end
