@@ -1,0 +1,271 @@
+"""The service's own event loop in a thread, and the two bridges from a caller to it.
+
+The loader runs on a loop of its own, so that a consumer that blocks its loop does not stop the reads and the loader
+does not burden the caller's loop. Callers reach it in two ways: `ServiceLoop.run` (awaited on the caller's loop) and
+`ServiceLoop.run_blocking`. What the loader hands over travels through a `Channel`, which costs no trip between
+threads while something lies in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Generic, TypeVar
+
+from loader_service.errors import StateError
+
+T = TypeVar("T")
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # a dependency on Linux and macOS only
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class _Call(Generic[T]):
+    """One coroutine on the service's loop, and how its caller learns of its end.
+
+    Unlike `asyncio.run_coroutine_threadsafe`, cancelling does not end the caller's wait: the coroutine first cleans
+    up (it tells the other ranks, waits for reads in flight), and only then does the caller go on.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._loop = loop
+        self._coroutine = coroutine
+        self._task: asyncio.Task[T] | None = None
+        loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.done.set_exception(asyncio.CancelledError())
+            return
+        error = task.exception()
+        if error is not None:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(task.result())
+
+    def cancel(self) -> None:
+        def cancel_task() -> None:
+            if self._task is not None:
+                self._task.cancel()
+
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
+            self._loop.call_soon_threadsafe(cancel_task)
+
+
+class ServiceLoop:
+    """An event loop (uvloop where it is installed) in a daemon thread that the service owns."""
+
+    def __init__(self, name: str = "loader-service") -> None:
+        self._loop = _new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._stopped = False
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread.start()
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            self._ended.set_result(None)
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the service's loop, awaited from any other loop.
+
+        Cancelling the caller cancels the coroutine and waits for its end; cancelled a second time, it stops waiting.
+        """
+        call = self._call(coroutine)
+        waiting = asyncio.wrap_future(call.done)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            if not waiting.done():
+                call.cancel()
+                with contextlib.suppress(Exception):
+                    await asyncio.shield(waiting)
+            raise
+        finally:
+            waiting.add_done_callback(_retrieve)
+
+    def run_blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on the service's loop and blocks for its result; an interrupt cancels it first."""
+        call = self._call(coroutine)
+        try:
+            return call.done.result()
+        except BaseException:
+            if not call.done.done():
+                call.cancel()
+                with contextlib.suppress(Exception, asyncio.CancelledError):
+                    call.done.result()
+            raise
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Calls a function on the service's loop, soon, from any thread; nothing happens once the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    async def stop(self, wait_s: float = 5.0) -> None:
+        """Ends the loop and its thread, awaited on the caller's loop for at most `wait_s`."""
+        self._request_stop()
+        await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=wait_s)
+
+    def stop_blocking(self, wait_s: float = 5.0) -> None:
+        """As `stop`, for callers without a loop."""
+        self._request_stop()
+        self._thread.join(wait_s)
+
+    def _request_stop(self) -> None:
+        if not self._stopped:
+            self._stopped = True
+            self.post(self._loop.stop)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> _Call[T]:
+        if self._stopped or threading.current_thread() is self._thread:
+            coroutine.close()
+            raise StateError(
+                "the service is closed: open a new one"
+                if self._stopped
+                else "the service cannot be called from its own event loop"
+            )
+        return _Call(self._loop, coroutine)
+
+
+def _retrieve(future: asyncio.Future[T]) -> None:
+    """Marks a future's exception as seen: whoever was cancelled away from it has its own."""
+    if not future.cancelled():
+        future.exception()
+
+
+class ChannelClosed(Exception):  # noqa: N818 - not an error: the end of the items
+    """Everything that was put into a channel has been taken."""
+
+
+class Channel(Generic[T]):
+    """Items from the service's loop to one consumer on any thread or loop.
+
+    `put` never waits: what lies in a channel is bounded by the memory that was leased for it. While it holds items,
+    taking one is a plain deque operation on the consumer's thread; only an empty channel costs a wait. Appending and
+    popping are atomic, and a consumer looks again after it has registered, so no lock is needed and no loop blocks.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._wake: Callable[[], object] | None = None
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        self._notify()
+
+    def end(self) -> None:
+        """No more items will come; those that lie here are still handed out."""
+        self._ended = True
+        self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The consumer gets `error` at its next step, before any item that still lies here. The first error stays."""
+        if self._error is None:
+            self._error = error
+        self._notify()
+
+    def drain(self) -> list[T]:
+        """Takes out what was never handed over, for its owner to give back."""
+        left = []
+        while self._items:
+            left.append(self._items.popleft())
+        return left
+
+    @property
+    def over(self) -> bool:
+        """Whether the end was reached: all items were taken, and none will come."""
+        return self._ended and not self._items and self._error is None
+
+    @property
+    def consumer_waits(self) -> bool:
+        return self._wake is not None
+
+    def check(self) -> None:
+        """Raises the channel's error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def get_nowait(self) -> T | None:
+        """An item, or None when there is none now; raises the channel's error, or ChannelClosed at its end."""
+        self.check()
+        ended = self._ended  # before looking: an item put before the end must not be missed
+        if self._items:
+            return self._items.popleft()
+        if ended:
+            raise ChannelClosed
+        return None
+
+    async def wait(self) -> None:
+        """Returns when there is something to take; raises as `get_nowait` does. Awaited on the consumer's loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._waiting(lambda: _wake_future(loop, future)):
+            if not self._ready():
+                await future
+        self._raise_if_over()
+
+    def wait_blocking(self) -> None:
+        """As `wait`, for callers without a loop; an interrupt ends the wait."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._waiting(lambda: _wake_concurrent(future)):
+            if not self._ready():
+                future.result()
+        self._raise_if_over()
+
+    @contextlib.contextmanager
+    def _waiting(self, wake: Callable[[], object]) -> Iterator[None]:
+        if self._wake is not None:
+            raise StateError("two consumers wait for the same load: consume it from one place")
+        self._wake = wake
+        try:
+            yield
+        finally:
+            self._wake = None
+
+    def _ready(self) -> bool:
+        return bool(self._items) or self._ended or self._error is not None
+
+    def _raise_if_over(self) -> None:
+        self.check()
+        if self.over:
+            raise ChannelClosed
+
+    def _notify(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            wake()
+
+
+def _wake_future(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    def resolve() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the consumer's loop has ended
+        loop.call_soon_threadsafe(resolve)
+
+
+def _wake_concurrent(future: concurrent.futures.Future[None]) -> None:
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        future.set_result(None)

@@ -1,0 +1,229 @@
+"""What all loads of one service share, and who owns it: the group, open files, threads, staging memory, catalogs.
+
+Runs on the service's loop. Blocking work (listing folders, reading headers, making a plan) goes to threads; a read
+that does not return is named by a watchdog and fails the load, whatever phase it is in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from loader_service.agreement.group import Group, GroupChoice, join_group
+from loader_service.checkpoint.catalog import Catalog
+from loader_service.checkpoint.discovery import read_catalog
+from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
+from loader_service.errors import ReadError, StateError
+from loader_service.memory.pinning import CudaPinner, Pinner
+from loader_service.memory.pool import StagingPool
+from loader_service.planning.mesh import Mesh
+from loader_service.planning.plan import LoadPlan, make_plan
+from loader_service.reading.handles import HandleCache
+from loader_service.reading.local import LocalStorage
+from loader_service.reading.reader import Storage
+from loader_service.reading.threads import ReadPool
+from loader_service.report import PolicyOutcome
+from loader_service.scheduler import Resources
+
+log = logging.getLogger("loader_service.engine")
+
+T = TypeVar("T")
+
+AUTO_THREADS = 4  # about four reads in flight a process reach what one disk gives; more only adds contention
+HEADER_THREADS = 8  # headers are small and latency-bound
+BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+
+
+class Engine:
+    """The shared parts of one service on one rank. `start` joins the group, `stop` ends everything it owns.
+
+    `storage` and `pinner` are what touches the disk and the accelerator; tests pass the in-package fakes.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        group: GroupChoice,
+        coords: Mapping[str, int] | None,
+        *,
+        storage: Storage | None = None,
+        pinner: Pinner | None = None,
+    ) -> None:
+        self.config = config
+        self.coords = dict(coords) if coords is not None else None
+        self.storage: Storage = storage if storage is not None else LocalStorage()
+        self.node = ""
+        self._group_spec = group
+        self._group: Group | None = None
+        self._pinner: Pinner = pinner if pinner is not None else CudaPinner()
+        self._pool: StagingPool | None = None
+        self._catalogs: dict[CheckpointConfig, Catalog] = {}
+        self._plans: dict[tuple[str, Mesh], LoadPlan] = {}
+        self._all_coords: list[Mapping[str, int]] | None = None
+        self.handles = HandleCache(self.storage)
+        self.threads = ReadPool(HEADER_THREADS)
+        self._workers = ReadPool(1, name="loader-plan")
+
+    @property
+    def group(self) -> Group:
+        if self._group is None:
+            raise StateError("the service is not open: use `async with LoaderService(...)` or `with ...blocking(...)`")
+        return self._group
+
+    async def start(self) -> None:
+        """Joins the group and checks that the configuration fits its size; nothing of the checkpoint is touched."""
+        self.node = await self.in_thread(_node_name)
+        self.threads.resize(min(HEADER_THREADS, await self.in_thread(lambda: self.handles.limit)))
+        self._group = join_group(self._group_spec, settings=self.config.agreement)
+        check_world_size(self.config, self._group.world_size, coords_given=self.coords is not None)
+        if self.coords is not None and self.config.mesh is not None:
+            Mesh.with_coords(self.config.mesh, [self.coords])  # raises for a place that the mesh does not have
+
+    async def stop(self) -> None:
+        """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
+        if self._group is not None:
+            self._group.close()
+        grace_s = self.config.agreement.grace_s
+        if self._pool is not None:
+            await self._pool.close(grace_s)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def end() -> None:
+            for threads in (self.threads, self._workers):
+                for stuck in threads.shutdown(grace_s):
+                    log.warning("left behind: a read of %s at offset %s is stuck", stuck.path, stuck.offset)
+            self.handles.close()
+            loop.call_soon_threadsafe(done.set_result, None)
+
+        threading.Thread(target=end, name="loader-close", daemon=True).start()
+        await done
+
+    async def in_thread(self, work: Callable[[], T], on_progress: Callable[[str], None] | None = None) -> T:
+        """Runs blocking work beside the loop; fails if a read behind it does not return.
+
+        `on_progress` is called again and again meanwhile, with how many files were opened so far.
+        """
+        future = self._workers.submit(work)
+        waiting = asyncio.wrap_future(future)
+        limit_s = self.config.reads.stuck_after_s
+        while True:
+            done, _ = await asyncio.wait((waiting,), timeout=min(1.0, limit_s / 4))
+            if done:
+                return waiting.result()
+            if on_progress is not None:
+                on_progress(f"{self.handles.opens} files opened to read headers")
+            for read in self.threads.in_flight():
+                if read.age_s > limit_s:
+                    self.threads.abandon(read.future)
+                    self._workers.abandon(future)
+                    raise ReadError(
+                        f"{read.path}: {read.label} has not returned for {read.age_s:.1f} s: check the storage "
+                        f"(reads.stuck_after_s is {limit_s:g})",
+                        path=read.path,
+                    )
+
+    async def catalog(
+        self, load: str, *, fresh: bool = False, on_progress: Callable[[str], None] | None = None
+    ) -> Catalog:
+        """The load's checkpoint; read once a service, again if `fresh` (every rank then reads its headers again)."""
+        location = self.config.checkpoint_of(load)
+        if fresh:
+            self._catalogs.pop(location, None)
+        catalog = self._catalogs.get(location)
+        if catalog is None:
+            catalog = await self.in_thread(lambda: self._read_catalog(location), on_progress)
+            self._catalogs[location] = catalog
+        return catalog
+
+    def _read_catalog(self, location: CheckpointConfig) -> Catalog:
+        return read_catalog(
+            location.path,
+            location.index,
+            handles=self.handles,
+            storage=self.storage,
+            threads=self.threads,
+            retries=self.config.reads.retries,
+        )
+
+    def forget_catalog(self, load: str) -> None:
+        """After a failed load: files may have changed, so the next one reads the headers again, as on all ranks."""
+        self._catalogs.pop(self.config.checkpoint_of(load), None)
+
+    def set_coords(self, listed: Sequence[object] | None) -> None:
+        """Takes every rank's coordinates. None: no rank gave any, so that they are row-major; ranks agree on which."""
+        if listed is not None:
+            self._all_coords = [coords for coords in listed if isinstance(coords, dict)]
+
+    def mesh(self) -> Mesh:
+        """Rank -> coordinates. With `coords=` the other ranks' are known once they have met in a load."""
+        config, group = self.config, self.group
+        if self._all_coords is not None:
+            return Mesh.with_coords(config.mesh, self._all_coords)
+        if self.coords is None:
+            return Mesh.row_major(config.mesh, group.world_size)
+        own = self.coords
+        return Mesh.with_coords(config.mesh, [own if rank == group.rank else None for rank in range(group.world_size)])
+
+    async def plan(self, load: str) -> LoadPlan:
+        """Every rank's plan of a load; made once for a catalog and a mesh."""
+        catalog = await self.catalog(load)
+        mesh = self.mesh()
+        plan = self._plans.get((load, mesh))
+        if plan is None or plan.catalog is not catalog:  # read again: the same digest, other files' identities
+            config = self.config
+            plan = await self.in_thread(
+                lambda: make_plan(
+                    catalog, load, config.loads[load], mesh, coalesce_gap_bytes=config.reads.coalesce_gap_bytes
+                )
+            )
+            self._plans[load, mesh] = plan
+        return plan
+
+    def resources(self, ranks_by_node: Mapping[str, int]) -> tuple[Resources, dict[str, PolicyOutcome]]:
+        """Threads and memory for a load, and the policies in effect. `ranks_by_node`: how many ranks each node has."""
+        reads, staging = self.config.reads, self.config.staging
+        here = ranks_by_node.get(self.node, 1)
+        threads, reason = _thread_count(reads.threads, reads.threads_per_node, here)
+        self.handles.check_threads(threads)
+        self.threads.resize(threads)
+        if self._pool is None:
+            slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
+            self._pool = StagingPool(
+                staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self._pinner
+            )
+        policies = {
+            "access": PolicyOutcome(reads.access, "buffered", "files are read through the page cache"),
+            "sharing": PolicyOutcome(reads.sharing, "none", "each rank reads for itself"),
+            "drop_page_cache": PolicyOutcome(reads.drop_page_cache, "never", "what was read stays cached"),
+            "threads": PolicyOutcome(str(reads.threads), str(threads), reason),
+            "pin": self._pool.pin_outcome,
+        }
+        return Resources(self.handles, self.threads, threads, self._pool), policies
+
+
+def _thread_count(requested: int | str, per_node: int, ranks_here: int) -> tuple[int, str]:
+    cap = max(1, per_node // ranks_here)
+    wanted = AUTO_THREADS if isinstance(requested, str) else requested
+    if wanted > cap:
+        return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
+    return wanted, "as configured" if not isinstance(requested, str) else "buffered reads of one rank"
+
+
+def _slot_bytes(chunk_bytes: int, capacity_bytes: int) -> int:
+    """A staging slot: a chunk, but at most a quarter of the capacity, so that reading and consuming overlap."""
+    slot = min(max(chunk_bytes, 1024), capacity_bytes // 4)
+    return slot if slot < 4096 else slot // 4096 * 4096
+
+
+def _node_name() -> str:
+    """This host, as ranks compare it: the boot id, which containers on one host share, else the host's name."""
+    try:
+        with open(BOOT_ID_PATH, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,378 @@
+"""One load on one rank, from entering to leaving: the phases, what the ranks agree on, and how it ends.
+
+Runs on the service's loop. The order is the same on every rank whatever happens locally: configuration, catalog,
+plan, open, read, finish; each ends in an exchange. A rank that fails says so before it cleans up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from loader_service.agreed import DESCRIBE, catalog_record, config_record, plan_record
+from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
+from loader_service.agreement.session import Session
+from loader_service.bridge import Channel
+from loader_service.checkpoint.catalog import Catalog
+from loader_service.engine import Engine
+from loader_service.errors import (
+    AgreementError,
+    CheckpointError,
+    FailureRecord,
+    LoadCancelledError,
+    LoaderError,
+    RankFailure,
+    ReadError,
+    StateError,
+    record_of,
+)
+from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, UnitT
+from loader_service.planning.plan import LoadPlan, RankPlan
+from loader_service.planning.units import Placed, TensorUnit
+from loader_service.report import LoadReport, PolicyOutcome
+from loader_service.scheduler import Progress, Resources, Scheduler
+
+log = logging.getLogger("loader_service.load")
+
+SCRATCH_LEASES_A_THREAD = 2  # one that is filled while another is copied from
+
+
+class LoadRun:
+    """A load's life on its rank. The faces in stream.py call `enter`, one of the `fill_*` methods, and `leave`."""
+
+    def __init__(self, engine: Engine, load: str) -> None:
+        self.name = load
+        self.progress = Progress()
+        self.channel: Channel[OwnedUnit | SlotUnit] = Channel()
+        self.exhausted = False  # set by the face on leaving: the consumer has taken everything
+        self._engine = engine
+        self._session: Session | None = None
+        self._phase = Phase.CONFIG
+        self._phases: dict[str, float] = {}
+        self._policies: dict[str, PolicyOutcome] = {}
+        self._fallbacks: list[str] = []
+        self._plan: LoadPlan | None = None
+        self._resources: Resources | None = None
+        self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
+        self._started_s = 0.0
+        self._seconds: float | None = None
+        self._left = False
+
+    @property
+    def plan(self) -> LoadPlan:
+        if self._plan is None:
+            raise StateError(f"load '{self.name}' is not open: enter it first, `async with service.open(...) as load`")
+        return self._plan
+
+    @property
+    def rank_plan(self) -> RankPlan:
+        return self.plan.for_rank(self._engine.group.rank)
+
+    @property
+    def entered(self) -> bool:
+        return self._session is not None
+
+    @property
+    def left(self) -> bool:
+        return self._left
+
+    @property
+    def failure(self) -> LoaderError | None:
+        """The common verdict that ended the load, from the moment it arrives; None before, and after a success."""
+        final = self._session.final if self._session is not None else None
+        return None if final is None else error_of(final)
+
+    # Entering
+
+    async def enter(self) -> None:
+        """Agrees on configuration, catalog and plan; collective. After it, every rank can read its part."""
+        self._started_s = time.monotonic()
+        group = self._engine.group
+        self._session = group.session(self.name, describe=DESCRIBE)
+        self._session.on_final(self._final_arrived)
+        try:
+            with self._timed(Phase.CONFIG):
+                counts = await self._agree_on_config()
+            with self._timed(Phase.CATALOG):
+                catalog = await self._agree_on_catalog()
+            with self._timed(Phase.PLAN):
+                await self._agree_on_plan(catalog)
+            with self._timed(Phase.OPEN):
+                self._resources, self._policies = self._engine.resources(counts)
+                await self._exchange(PhaseRecord())
+        except BaseException as error:
+            await self._leave_failed(error)
+            raise
+
+    async def _agree_on_config(self) -> Mapping[str, int]:
+        engine = self._engine
+        record = config_record(engine.config, self.name, node=engine.node, coords=engine.coords)
+        verdict = await self._exchange(record)
+        self._engine.set_coords(verdict.listed)
+        return verdict.counts.get("node", {})
+
+    async def _agree_on_catalog(self) -> Catalog:
+        """Reads the headers; if any rank could not, all ranks read theirs again, once, together."""
+        assert self._session is not None
+        on_progress = self._session.report_progress  # a rank whose storage is slow is not late
+        try:
+            catalog = await self._engine.catalog(self.name, on_progress=on_progress)
+        except (CheckpointError, ReadError) as error:
+            verdict = await self._exchange(PhaseRecord(outcome="retry", failure=self._record(error)))
+        else:
+            verdict = await self._exchange(catalog_record(catalog))
+        if verdict.action == "retry":
+            self._fallbacks.append("headers: read again by all ranks, since a rank could not read one")
+            catalog = await self._engine.catalog(self.name, fresh=True, on_progress=on_progress)
+            await self._exchange(catalog_record(catalog))
+        return catalog
+
+    async def _agree_on_plan(self, catalog: Catalog) -> None:
+        plan = await self._engine.plan(self.name)
+        assert plan.catalog is catalog
+        await self._engine.in_thread(lambda: plan.for_rank(self._engine.group.rank))
+        await self._exchange(plan_record(plan))
+        for warning in plan.warnings:
+            log.warning("load '%s': %s", self.name, warning)
+        if plan.read_all:
+            self._fallbacks.append("key_prefixes: no name matches, so the load was done as if none were declared")
+        self._plan = plan
+
+    async def _exchange(self, record: PhaseRecord) -> Verdict:
+        assert self._session is not None
+        return await self._session.exchange(self._phase, record)
+
+    def _final_arrived(self, verdict: Verdict) -> None:
+        """Another rank failed, or the ranks differ: reads stop and the consumer wakes up, now."""
+        error = error_of(verdict)
+        if self._scheduler is not None:
+            self._scheduler.fail(error)
+        self.channel.fail(error)
+
+    # Reading: one form of consumption
+
+    def fill_owned(self) -> None:
+        plan, resources = self.rank_plan, self._ready()
+        self._scheduler = self._scheduled(
+            plan,
+            OwnedFilling(
+                plan,
+                resources.pool,
+                chunk_bytes=self._engine.config.reads.chunk_bytes,
+                scratch_leases=_scratch_leases(resources),
+            ),
+        )
+
+    def fill_slots(self) -> None:
+        plan, resources = self.rank_plan, self._ready()
+        self._scheduler = self._scheduled(
+            plan, SlotFilling(plan, resources.pool, chunk_bytes=self._engine.config.reads.chunk_bytes)
+        )
+
+    def fill_into(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        resources = self._ready()
+        whole = self.rank_plan
+        plan = whole.restrict([i for name in destinations if (i := whole.index_of(name)) is not None])
+        self._scheduler = self._scheduled(
+            plan,
+            IntoFilling(
+                plan,
+                destinations,
+                resources.pool,
+                chunk_bytes=self._engine.config.reads.chunk_bytes,
+                scratch_leases=_scratch_leases(resources),
+            ),
+        )
+
+    def check_open(self) -> None:
+        """Raises StateError unless the load was entered and not yet left."""
+        if self._resources is None or self._left:
+            raise StateError(f"load '{self.name}' is not open: consume it inside its `with` block")
+
+    def _ready(self) -> Resources:
+        self.check_open()
+        assert self._resources is not None
+        return self._resources
+
+    def _scheduled(self, plan: RankPlan, filling: Filling[UnitT]) -> Scheduler[UnitT]:
+        self._phase = Phase.READ
+        scheduler = Scheduler(
+            plan,
+            self.plan.catalog.shards,
+            filling,
+            self._ready(),
+            self.channel,
+            reads=self._engine.config.reads,
+            progress=self.progress,
+            on_progress=self._report_progress,
+        )
+        scheduler.start()
+        return scheduler
+
+    def _report_progress(self) -> None:
+        assert self._session is not None
+        self._session.report_progress(f"{self.progress.read_bytes} bytes read")
+
+    # Leaving
+
+    async def leave(self, error: BaseException | None = None) -> None:
+        """Ends the load on every rank; collective. `error` is what the consumer's body raised.
+
+        Without an error this rank succeeds if all do; otherwise it raises what went wrong elsewhere.
+        """
+        if self._left or self._session is None:
+            return
+        if error is None or isinstance(error, GeneratorExit):  # an abandoned generator leaves as a `break` does
+            try:
+                await self._leave_cleanly()
+            except BaseException as own:
+                await self._leave_failed(own)
+                raise
+        else:
+            await self._leave_failed(error)
+
+    async def _leave_cleanly(self) -> None:
+        assert self._session is not None
+        with self._timed(Phase.READ):
+            await self._stop_reading()
+            await self._verify_files()
+            await self._exchange(PhaseRecord())
+        with self._timed(Phase.FINISH):
+            await self._exchange(PhaseRecord())
+            await self._session.close()
+        self._ended()
+
+    async def _leave_failed(self, error: BaseException) -> None:
+        """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises a second error.
+
+        A cancellation meanwhile is raised at the end: what is cleaned up by half would hold memory for good.
+        """
+        if self._left:
+            return
+        self._left = True
+        cleaning = asyncio.ensure_future(self._fail_and_clean_up(error))
+        cancelled: asyncio.CancelledError | None = None
+        while not cleaning.done():
+            try:
+                await asyncio.shield(cleaning)
+            except asyncio.CancelledError as again:
+                cancelled = again
+        if cancelled is not None:
+            raise cancelled
+
+    async def _fail_and_clean_up(self, error: BaseException) -> None:
+        session = self._session
+        assert session is not None
+        telling = None
+        if session.final is None:
+            telling = asyncio.ensure_future(session.fail(_as_reported(error), self._phase))
+        with contextlib.suppress(Exception):
+            await self._stop_reading()
+        self._engine.forget_catalog(self.name)
+        if telling is not None:
+            with contextlib.suppress(Exception):
+                await telling
+        _attach_verdict(error, session.final, self._engine.group.rank, self._phase)
+        with contextlib.suppress(Exception):
+            await session.close()
+        self._ended()
+
+    async def _stop_reading(self) -> None:
+        if self._scheduler is not None:
+            for stuck in await self._scheduler.stop(self._engine.config.agreement.grace_s):
+                self._fallbacks.append(f"left behind: a read of {stuck} never returned")
+                log.warning("load '%s': a read of %s did not return; its memory is not used again", self.name, stuck)
+
+    async def _verify_files(self) -> None:
+        """The files that were read are still those whose headers were planned with."""
+        if self._scheduler is None or self._plan is None:
+            return
+        shards = [self._plan.catalog.shards[i] for i in sorted(self._scheduler.shards_read)]
+
+        def verify() -> None:
+            for shard in shards:
+                self._engine.handles.verify(shard.path, shard.identity)
+
+        if shards:
+            await self._engine.in_thread(verify)
+
+    def _ended(self) -> None:
+        self._left = True
+        self._seconds = time.monotonic() - self._started_s
+
+    # Reporting
+
+    @contextlib.contextmanager
+    def _timed(self, phase: Phase) -> Iterator[None]:
+        self._phase = phase
+        log.debug("load '%s': %s started", self.name, phase.value)
+        started = time.monotonic()
+        if phase is Phase.READ and Phase.OPEN.value in self._phases:
+            started = self._started_s + sum(self._phases.values())
+        try:
+            yield
+        except BaseException as error:
+            log.debug("load '%s': %s failed: %r", self.name, phase.value, error)
+            raise
+        finally:
+            self._phases[phase.value] = time.monotonic() - started
+        log.debug("load '%s': %s complete", self.name, phase.value)
+
+    def _record(self, error: BaseException) -> FailureRecord:
+        return record_of(error, rank=self._engine.group.rank, phase=self._phase.value)
+
+    def report(self) -> LoadReport:
+        """What this rank did so far; final once the load was left."""
+        plan, scheduler = self.plan, self._scheduler
+        shards = plan.catalog.shards
+        read = sorted(scheduler.shards_read) if scheduler is not None else []
+        peak = self._resources.pool.statistics().peak_bytes if self._resources is not None else 0
+        seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s
+        return LoadReport(
+            load=self.name,
+            rank=self._engine.group.rank,
+            world_size=self._engine.group.world_size,
+            tensors=self.progress.tensors,
+            payload_bytes=self.progress.payload_bytes,
+            read_bytes=self.progress.read_bytes,
+            striped_bytes=0,
+            files_opened=len(read),
+            files_read=tuple(shards[i].name for i in read),
+            seconds=seconds,
+            peak_staging_bytes=peak,
+            complete=self.exhausted,
+            catalog_digest=plan.catalog.digest,
+            plan_digest=plan.digest,
+            phases=dict(self._phases),
+            policies=dict(self._policies),
+            fallbacks=tuple(self._fallbacks),
+            warnings=(*plan.catalog.notes, *plan.warnings),
+        )
+
+
+def _scratch_leases(resources: Resources) -> int:
+    """Scratch slots of a load that copies: enough to keep the threads busy, at most half of the staging memory."""
+    slots = resources.pool.capacity_bytes // resources.pool.slot_bytes
+    return max(1, min(resources.thread_count * SCRATCH_LEASES_A_THREAD, slots // 2))
+
+
+def _as_reported(error: BaseException) -> BaseException:
+    """Cancellation and interrupts, by whatever name, are one cause to the other ranks."""
+    if isinstance(error, Exception):
+        return error
+    return LoadCancelledError(f"the load was cancelled ({type(error).__name__})")
+
+
+def _attach_verdict(error: BaseException, verdict: Verdict | None, rank: int, phase: Phase) -> None:
+    if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
+        error.rank = rank if error.rank is None else error.rank
+        error.phase = phase.value if error.phase is None else error.phase
+    if verdict is None:
+        error.add_note("outcome unknown: the other ranks were told, but no verdict came back in time")
+    elif verdict.failure is not None and verdict.failure.record.message not in str(error):
+        error.add_note(f"verdict of all ranks: {verdict.failure.record.message}")

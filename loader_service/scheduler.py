@@ -1,0 +1,310 @@
+"""The scheduler: walks one rank's plan on the service's loop, in order, within its memory.
+
+For each unit it waits for memory, then submits the unit's transfers to the reading threads, and hands units over in
+plan order as they fill. Decisions are synchronous functions on the loop; only memory, scratch and free places in the
+queue of reads are waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+from loader_service.bridge import Channel
+from loader_service.checkpoint.catalog import Shard
+from loader_service.config.schema import ReadsConfig
+from loader_service.errors import LoaderError, ReadError, StateError
+from loader_service.filling import Filling, Memory, OwnedUnit, SlotUnit, UnitT
+from loader_service.memory.pool import Lease, StagingPool
+from loader_service.planning.plan import RankPlan
+from loader_service.reading.handles import HandleCache
+from loader_service.reading.threads import ReadPool
+from loader_service.transfers import CopyTransfer, Transfer
+
+log = logging.getLogger("loader_service.scheduler")
+
+QUEUED_A_THREAD = 4  # transfers submitted ahead for each reading thread: enough that none runs dry
+
+WORK_AT_A_STRETCH_S = 0.001
+REST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a load borrows from its service."""
+
+    handles: HandleCache
+    threads: ReadPool
+    thread_count: int
+    pool: StagingPool
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of one load on one rank; written on the service's loop, read by anyone."""
+
+    payload_bytes: int = 0
+    read_bytes: int = 0
+    tensors: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    item: OwnedUnit | SlotUnit | None
+    memory: Memory
+    outstanding: int = 1  # transfers not yet done, and one for the scheduler while it still submits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    unit: _Unit
+    transfer: Transfer
+    scratch: Lease | None
+
+
+class Scheduler(Generic[UnitT]):
+    """Fills one form of consumption and hands it over through `channel`, which ends when all is handed over.
+
+    Everything runs on the service's loop, except the transfers. After `stop` no thread writes into memory that anyone
+    will use again, with one exception that is reported: a thread that is stuck in the kernel, left with its memory.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        shards: tuple[Shard, ...],
+        filling: Filling[UnitT],
+        resources: Resources,
+        channel: Channel[OwnedUnit | SlotUnit],
+        *,
+        reads: ReadsConfig,
+        progress: Progress,
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._shards = shards
+        self._filling = filling
+        self._resources = resources
+        self._channel = channel
+        self._reads = reads
+        self._progress = progress
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._pending: deque[_Unit] = deque()
+        self._running: dict[concurrent.futures.Future[None], _Running] = {}
+        self._places = asyncio.Semaphore(resources.thread_count * QUEUED_A_THREAD)
+        self._scratch: asyncio.Queue[Lease] = asyncio.Queue()
+        self._scratch_leases: list[Lease] = []
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._waits_for_memory_since: float | None = None
+        self._worked_since_s = time.monotonic()
+        self._all_submitted = False
+        self._failed = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.shards_read: set[int] = set()
+
+    def start(self) -> None:
+        self._tasks = [self._loop.create_task(self._produce()), self._loop.create_task(self._watch())]
+
+    def fail(self, error: BaseException) -> None:
+        """Stops what is queued and gives the consumer `error`; reads in flight go on until `stop` waits for them."""
+        if not self._failed:
+            self._failed = True
+            self._channel.fail(error)
+        self._cancel()
+
+    async def stop(self, grace_s: float) -> list[str]:
+        """Cancels what is queued, waits up to `grace_s` for reads in flight, gives back all memory.
+
+        Returns a line for each read that was stuck: its thread is abandoned and its memory never used again.
+        """
+        self._failed = True
+        self._cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        stuck: list[str] = []
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        except TimeoutError:
+            stuck = self._abandon_running()
+        for unit in self._pending:
+            if unit.memory is not None:
+                unit.memory.release()
+        self._pending.clear()
+        for item in self._channel.drain():
+            item.release()
+        for lease in self._scratch_leases:
+            lease.release()
+        return stuck
+
+    # Submitting
+
+    async def _produce(self) -> None:
+        try:
+            await self._lease_scratch()
+            for unit in self._filling.units():
+                await self._submit_unit(unit)
+                await self._give_way()
+            self._all_submitted = True
+            self._hand_over()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it
+            self.fail(_translated(error, "planning the reads"))
+
+    async def _give_way(self) -> None:
+        """Lets what was read meanwhile be handed over, and after a while a busy consumer have the interpreter.
+
+        Another thread waits up to 5 ms for the interpreter's lock, unless this one sleeps; so it does for 1 ms, as
+        long as the consumer has something to take.
+        """
+        now_s = time.monotonic()
+        rests = now_s - self._worked_since_s > WORK_AT_A_STRETCH_S and not self._channel.consumer_waits
+        await asyncio.sleep(REST_S if rests else 0)
+        if rests:
+            self._worked_since_s = time.monotonic()
+
+    async def _lease_scratch(self) -> None:
+        self._waits_for_memory_since = time.monotonic()
+        for _ in range(self._filling.scratch_leases):
+            lease = await self._resources.pool.lease(self._resources.pool.slot_bytes)
+            self._scratch_leases.append(lease)
+            self._scratch.put_nowait(lease)
+        self._waits_for_memory_since = None
+
+    async def _submit_unit(self, planned: UnitT) -> None:
+        self._waits_for_memory_since = time.monotonic()
+        memory = await self._filling.acquire(planned)
+        self._waits_for_memory_since = None
+        unit = _Unit(None, memory)
+        self._pending.append(unit)
+        unit.item, transfers = self._filling.prepare(planned, memory)
+        for transfer in transfers:
+            await self._places.acquire()
+            scratch = await self._scratch.get() if isinstance(transfer, CopyTransfer) else None
+            self._submit(unit, transfer, scratch)
+        self._settle(unit)
+
+    def _submit(self, unit: _Unit, transfer: Transfer, scratch: Lease | None) -> None:
+        shard = self._shards[transfer.shard]
+        handles, retries = self._resources.handles, self._reads.retries
+
+        def run() -> None:
+            if isinstance(transfer, CopyTransfer):
+                assert scratch is not None
+                transfer.run(handles, shard, retries, scratch.buffer)
+            else:
+                transfer.run(handles, shard, retries)
+
+        unit.outstanding += 1
+        future = self._resources.threads.submit(run, label=transfer.tensor, path=shard.path, offset=transfer.start)
+        self._running[future] = _Running(unit, transfer, scratch)
+        self._idle.clear()
+        future.add_done_callback(self._post_done)
+
+    def _post_done(self, future: concurrent.futures.Future[None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._done, future)
+        except RuntimeError:  # the service was closed over a stuck read that ended after all
+            log.debug("a read ended after its service was closed")
+
+    # What finished transfers lead to
+
+    def _done(self, future: concurrent.futures.Future[None]) -> None:
+        running = self._running.pop(future, None)
+        if running is None:  # abandoned
+            return
+        self._places.release()
+        if running.scratch is not None:
+            self._scratch.put_nowait(running.scratch)
+        if not self._running:
+            self._idle.set()
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            what = f"reading tensor '{running.transfer.tensor}'"
+            path = self._shards[running.transfer.shard].path
+            self.fail(_translated(error, what, path=path, tensor=running.transfer.tensor))
+            return
+        self._progress.read_bytes += running.transfer.nbytes
+        self.shards_read.add(running.transfer.shard)
+        self._on_progress()
+        self._settle(running.unit)
+
+    def _settle(self, unit: _Unit) -> None:
+        unit.outstanding -= 1
+        if unit.outstanding == 0:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._failed:
+            return
+        while self._pending and self._pending[0].outstanding == 0:
+            item = self._pending.popleft().item
+            if item is not None:
+                self._channel.put(item)
+        if self._all_submitted and not self._pending:
+            self._channel.end()
+
+    # Ending
+
+    def _cancel(self) -> None:
+        current = asyncio.current_task(self._loop)
+        for task in self._tasks:
+            if task is not current:
+                task.cancel()
+        for future in list(self._running):
+            future.cancel()
+
+    def _abandon_running(self) -> list[str]:
+        stuck = []
+        for future, running in self._running.items():
+            self._resources.threads.abandon(future)
+            path = self._shards[running.transfer.shard].path
+            stuck.append(f"{path} at offset {running.transfer.start} (tensor '{running.transfer.tensor}')")
+            for lease in (running.scratch, running.unit.memory):
+                if isinstance(lease, Lease):
+                    lease.abandon()
+        self._running.clear()
+        return stuck
+
+    async def _watch(self) -> None:
+        """Names reads that do not return, and a consumer that keeps all staging memory and waits for more."""
+        limit_s = self._reads.stuck_after_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 4))
+            for read in self._resources.threads.in_flight():
+                if read.age_s > limit_s:
+                    self.fail(
+                        ReadError(
+                            f"{read.path}: a read at offset {read.offset} for tensor '{read.label}' has not returned "
+                            f"for {read.age_s:.1f} s: check the storage (reads.stuck_after_s is {limit_s:g})",
+                            path=read.path,
+                            tensor=read.label,
+                        )
+                    )
+                    return
+            since = self._waits_for_memory_since
+            starved = since is not None and time.monotonic() - since > limit_s
+            if starved and not self._running and self._channel.consumer_waits:
+                held = self._resources.pool.statistics().leases_out
+                self.fail(
+                    StateError(
+                        f"the consumer waits for more while it keeps {held} batches that hold all of "
+                        "staging.capacity_bytes: leave each `with batch` before taking many more"
+                    )
+                )
+                return
+
+
+def _translated(error: BaseException, what: str, *, path: str | None = None, tensor: str | None = None) -> LoaderError:
+    if isinstance(error, LoaderError):
+        return error
+    translated = ReadError(f"{type(error).__name__} while {what}: {error}", path=path, tensor=tensor)
+    translated.__cause__ = error
+    return translated

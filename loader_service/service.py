@@ -1,0 +1,191 @@
+"""The public face: `LoaderService` for asyncio, its blocking twin, and `iter_weights`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from loader_service.agreement.group import GroupChoice
+from loader_service.bridge import ServiceLoop
+from loader_service.config.schema import ServiceConfig
+from loader_service.engine import Engine
+from loader_service.errors import StateError
+from loader_service.memory.pinning import Pinner
+from loader_service.planning.plan import LoadPlan
+from loader_service.reading.reader import Storage
+from loader_service.run import LoadRun
+from loader_service.stream import BlockingLoad, Load
+
+
+class _Service:
+    """What both faces share: the configuration, the loop, the engine, and one open load at a time."""
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        group: GroupChoice = None,
+        coords: Mapping[str, int] | None = None,
+        *,
+        storage: Storage | None = None,
+        pinner: Pinner | None = None,
+    ) -> None:
+        self.config = config
+        self._group = group
+        self._coords = coords
+        self._storage = storage
+        self._pinner = pinner
+        self._loop: ServiceLoop | None = None
+        self._engine: Engine | None = None
+        self._run: LoadRun | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._opened()[1].group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks act together."""
+        return self._opened()[1].group.world_size
+
+    def _opened(self) -> tuple[ServiceLoop, Engine]:
+        if self._loop is None or self._engine is None:
+            raise StateError("the service is not open: enter it with `with` or `async with` first")
+        return self._loop, self._engine
+
+    def _create(self) -> tuple[ServiceLoop, Engine]:
+        if self._loop is not None:
+            raise StateError("the service is open already: make a new one to open it again")
+        self._loop = ServiceLoop()
+        self._engine = Engine(self.config, self._group, self._coords, storage=self._storage, pinner=self._pinner)
+        return self._loop, self._engine
+
+    def _new_run(self, load: str) -> tuple[LoadRun, ServiceLoop]:
+        loop, engine = self._opened()
+        if self._run is not None and not self._run.left:
+            raise StateError(
+                f"load '{self._run.name}' is still open in this service: leave it first, or use a second service"
+            )
+        self.config.load(load)
+        self._run = LoadRun(engine, load)
+        return self._run, loop
+
+    async def _shut(self, engine: Engine, error: BaseException | None) -> None:
+        """Leaves a load that is still open, then ends everything. On the service's loop."""
+        try:
+            if self._run is not None and self._run.entered:
+                await self._run.leave(error)
+        finally:
+            await engine.stop()
+
+    def __del__(self) -> None:
+        if self._loop is not None:
+            warnings.warn("a LoaderService was dropped without being closed", ResourceWarning, stacklevel=2)
+
+    def _forget(self) -> ServiceLoop | None:
+        loop, self._loop, self._engine = self._loop, None, None
+        return loop
+
+
+class LoaderService(_Service):
+    """Loads a checkpoint beside inference workers. `async with LoaderService(config) as service`.
+
+    `group` says who acts together: None (torch.distributed's default group if it is initialised, alone otherwise),
+    "solo", a `ProcessGroup`, or a `Rendezvous`. `coords` overrides this rank's place in the mesh, `{axis: number}`.
+    `storage` and `pinner` replace what touches the disk and the accelerator. Usable under any event loop; the loader
+    runs on a loop of its own. Raises ConfigError before anything starts.
+    """
+
+    async def __aenter__(self) -> Self:
+        loop, engine = self._create()
+        try:
+            await loop.run(engine.start())
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        loop, engine = self._opened()
+        try:
+            await loop.run(self._shut(engine, exc))
+        finally:
+            self._forget()
+            await loop.stop()
+
+    async def plan(self, load: str) -> LoadPlan:
+        """Every rank's plan of a load, from the headers alone. Local: other ranks are not asked."""
+        loop, engine = self._opened()
+        return await loop.run(engine.plan(load))
+
+    def open(self, load: str) -> Load:
+        """The load `load`, to be entered with `async with`; collective. One open load for each service."""
+        return Load(*self._new_run(load))
+
+    async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end."""
+        async with self.open(load) as opened:
+            async for item in opened:
+                yield item
+
+    @classmethod
+    def blocking(
+        cls,
+        config: ServiceConfig,
+        group: GroupChoice = None,
+        coords: Mapping[str, int] | None = None,
+        *,
+        storage: Storage | None = None,
+        pinner: Pinner | None = None,
+    ) -> BlockingLoaderService:
+        """The same service for synchronous code, also under a running loop: `with LoaderService.blocking(...)`."""
+        return BlockingLoaderService(config, group, coords, storage=storage, pinner=pinner)
+
+
+class BlockingLoaderService(_Service):
+    """`LoaderService` without await, for engines' synchronous code."""
+
+    def __enter__(self) -> Self:
+        loop, engine = self._create()
+        try:
+            loop.run_blocking(engine.start())
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        loop, engine = self._opened()
+        try:
+            loop.run_blocking(self._shut(engine, None if isinstance(exc, GeneratorExit) else exc))
+        finally:
+            self._forget()
+            loop.stop_blocking()
+
+    def plan(self, load: str) -> LoadPlan:
+        """As `LoaderService.plan`, without await."""
+        loop, engine = self._opened()
+        return loop.run_blocking(engine.plan(load))
+
+    def open(self, load: str) -> BlockingLoad:
+        """As `LoaderService.open`, to be entered with `with`."""
+        return BlockingLoad(*self._new_run(load))
+
+    def iter_weights(self, load: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `LoaderService.iter_weights`; abandoning the generator leaves the load as a `break` does."""
+        with self.open(load) as opened:
+            yield from opened
+
+
+def iter_weights(config: ServiceConfig, load: str, group: GroupChoice = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Opens a service for one load and yields its (name, tensor) pairs; everything is closed at the end."""
+    with LoaderService.blocking(config, group) as service:
+        yield from service.iter_weights(load)

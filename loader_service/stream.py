@@ -1,0 +1,379 @@
+"""What a consumer holds: a load in its async and its blocking face, its batches and their pieces.
+
+Both faces take filled units from the run's channel on the consumer's own thread, and make tensors there, one by one:
+nothing is built ahead, and no item costs a trip to the service's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from loader_service.bridge import ChannelClosed, ServiceLoop
+from loader_service.destinations import check_destinations
+from loader_service.errors import LoaderError, StateError
+from loader_service.filling import OwnedUnit, SlotUnit, storage_dtype
+from loader_service.memory.events import DeviceEvent, current_device_event
+from loader_service.planning.plan import LoadPlan
+from loader_service.planning.units import Placed
+from loader_service.report import LoadReport
+from loader_service.run import LoadRun
+
+YIELD_AFTER_S = 0.001  # an async consumer that never waits for data still lets its loop run this often
+
+T = TypeVar("T")
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How a rank's tensor comes from the checkpoint's.
+
+    `full_shape` is the whole tensor's in storage elements, `dtype` what is handed over, and `parts` pairs of indices:
+    `full[source]` goes to `mine[destination]`. One pair, unless a rule has `sections`.
+    """
+
+    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+
+
+class Piece:
+    """A part of one tensor in a batch: `tensor` (a view of the batch's memory) belongs at `index` of the rank's tensor.
+
+    `params[piece.name][piece.index].copy_(piece.tensor)` is right for every piece, whole tensors and scalars included.
+    """
+
+    __slots__ = ("_batch", "_number", "_place", "index", "name")
+
+    def __init__(self, batch: Batch, place: Placed, number: int, name: str) -> None:
+        self._batch = batch
+        self._place = place
+        self._number = number
+        self.name = name
+        self.index: Index = place.views[number].index
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A view of leased memory, valid until the batch is left; StateError after that."""
+        return self._batch._view(self._place, self._number)  # noqa: SLF001 - two halves of one thing
+
+    def __repr__(self) -> str:
+        return f"Piece(name={self.name!r}, index={self.index!r})"
+
+
+class Batch:
+    """A filled staging slot on loan and the pieces in it, in plan order. Use it as a context manager.
+
+    Leaving it gives the memory back once nothing may read it any more: where CUDA is initialised, an event on the
+    current device's stream is waited for, and so is each event given to `hold_until`.
+    """
+
+    def __init__(self, unit: SlotUnit) -> None:
+        self._unit: SlotUnit | None = unit
+        self._events: list[DeviceEvent] = []
+
+    def __iter__(self) -> Iterator[Piece]:
+        unit = self._held()
+        for place in unit.placed:
+            name = unit.plan.name(place.tensor)
+            for number in range(len(place.views)):
+                yield Piece(self, place, number, name)
+
+    def __len__(self) -> int:
+        return sum(len(place.views) for place in self._held().placed)
+
+    def hold_until(self, event: DeviceEvent) -> None:
+        """Keeps the memory, after this batch is left, until `event.query()` is true: for copies on other streams."""
+        self._held()
+        self._events.append(event)
+
+    def __enter__(self) -> Self:
+        self._held()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Gives the memory back; pieces raise StateError from now on. Idempotent."""
+        unit, self._unit = self._unit, None
+        if unit is None or unit.lease is None:
+            return
+        event = current_device_event()
+        events = [*self._events, event] if event is not None else self._events
+        if events:
+            unit.lease.release_when(events)
+        else:
+            unit.lease.release()
+
+    def _held(self) -> SlotUnit:
+        if self._unit is None:
+            raise StateError("this batch was given back: copy what is needed before leaving `with batch`")
+        return self._unit
+
+    def _view(self, place: Placed, number: int) -> torch.Tensor:
+        return self._held().view(place, number)
+
+    def __del__(self) -> None:
+        unit = self._unit
+        if unit is not None and unit.lease is not None:
+            warnings.warn("a batch was dropped without being left: use `with batch:`", ResourceWarning, stacklevel=2)
+            self.release()
+
+
+class _Taking:
+    """The consumer's side of a run, without any waiting: what lies ready is taken, counted and wrapped."""
+
+    def __init__(self, run: LoadRun) -> None:
+        self._run = run
+        self._unit: OwnedUnit | None = None
+        self._last_tensor = -1
+
+    def tensor(self) -> tuple[str, torch.Tensor] | None:
+        """The next (name, tensor), or None if the consumer has to wait for a unit. ChannelClosed at the end."""
+        self._run.channel.check()
+        while True:
+            if self._unit is None:
+                unit = self._run.channel.get_nowait()
+                if unit is None:
+                    return None
+                assert isinstance(unit, OwnedUnit)
+                self._unit = unit
+            popped = self._unit.pop()
+            if popped is not None:
+                self._run.progress.tensors += 1
+                self._run.progress.payload_bytes += popped[1].nbytes
+                return popped
+            self._unit = None
+
+    def batch(self) -> Batch | None:
+        """The next batch, or None if the consumer has to wait for it. ChannelClosed at the end."""
+        unit = self._run.channel.get_nowait()
+        if unit is None:
+            return None
+        assert isinstance(unit, SlotUnit)
+        progress = self._run.progress
+        for place in unit.placed:
+            if place.tensor != self._last_tensor:
+                self._last_tensor = place.tensor
+                progress.tensors += 1
+            itemsize = unit.plan.itemsize(place.tensor)
+            progress.payload_bytes += sum(math.prod(view.shape) * itemsize for view in place.views)
+        return Batch(unit)
+
+    def close(self) -> None:
+        """Ends the taking: notes whether everything was taken, gives back what was not."""
+        self._run.exhausted = self._run.channel.over and (self._unit is None or self._unit.empty)
+        if self._unit is not None:
+            self._unit.release()
+            self._unit = None
+
+
+class _Face:
+    """What both faces of a load share: the plan, the specs, the report, and one consumption for each open."""
+
+    def __init__(self, run: LoadRun, loop: ServiceLoop) -> None:
+        self._run = run
+        self._loop = loop
+        self._taking = _Taking(run)
+        self._claimed = False
+
+    @property
+    def name(self) -> str:
+        """The load's name in the configuration."""
+        return self._run.name
+
+    @property
+    def plan(self) -> LoadPlan:
+        """The plan that all ranks agreed on."""
+        return self._run.plan
+
+    @property
+    def report(self) -> LoadReport:
+        """What this rank did: so far while the load is open, finally once it was left."""
+        return self._run.report()
+
+    @property
+    def failure(self) -> LoaderError | None:
+        """What ended the load on all ranks, as soon as their common verdict is known, before anything is cleaned up.
+
+        Its `record()` is the root cause. None while all is well, and after a success.
+        """
+        return self._run.failure
+
+    def spec(self, name: str) -> TensorSpec:
+        """How this rank's tensor `name` comes from the whole one. KeyError if this rank does not take it."""
+        plan = self._run.rank_plan
+        i = plan.index_of(name)
+        if i is None:
+            raise KeyError(name)
+        part = plan.spec(i)
+        return TensorSpec(part.full_shape, storage_dtype(plan, i), part.parts)
+
+    def _begin(self, fill: Callable[[], None]) -> None:
+        """Starts the one consumption of this open; what goes wrong then reaches the consumer through the channel."""
+        self._run.check_open()
+        if self._claimed:
+            raise StateError(
+                f"load '{self.name}' is consumed already: iterate, take batches or call into(), once for each open"
+            )
+        self._claimed = True
+
+        def start() -> None:
+            try:
+                fill()
+            except Exception as error:  # noqa: BLE001 - the consumer raises it
+                self._run.channel.fail(error)
+
+        self._loop.post(start)
+
+    def _begin_into(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        self._run.check_open()
+        check_destinations(self._run.rank_plan, destinations)
+        self._begin(lambda: self._run.fill_into(destinations))
+
+    def _filled(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        progress = self._run.progress
+        progress.tensors += len(destinations)
+        progress.payload_bytes += sum(tensor.nbytes for tensor in destinations.values())
+
+    def __del__(self) -> None:
+        if self._run.entered and not self._run.left:
+            warnings.warn(f"load '{self.name}' was dropped without being left", ResourceWarning, stacklevel=2)
+
+
+class Load(_Face):
+    """An open load, for asyncio. `async with service.open(name) as load`: entering and leaving are collective.
+
+    Iterate it for `(name, tensor)` with tensors that own their memory, in plan order (file name, offset), the same on
+    every rank. Tensors of 1 MiB and more have memory of their own; smaller ones share arenas of at most 1 MiB, so one
+    small tensor that is kept keeps no more than that alive. A clean `break` is a success of this rank; an exception,
+    also cancellation, fails the load on every rank.
+    """
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._loop.run(self._run.enter())
+        except BaseException as error:
+            if not self._run.left:  # cancelled just as it had succeeded
+                await self._loop.run(self._run.leave(error))
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._taking.close()
+        await self._loop.run(self._run.leave(exc))
+
+    def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        self._begin(self._run.fill_owned)
+        return _AsyncItems(self._run, self._taking.tensor)
+
+    def batches(self) -> AsyncIterator[Batch]:
+        """Leased staging memory, for consumers that copy to a device: `async for batch in load.batches()`.
+
+        Tensors larger than a staging slot come in pieces. Raises StateError if the load was consumed already.
+        """
+        self._begin(self._run.fill_slots)
+        return _AsyncItems(self._run, self._taking.batch)
+
+    async def into(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        """Reads exactly these tensors, straight into the caller's memory; CPU or CUDA, any strides.
+
+        Shapes (this rank's), dtypes and names are checked before any byte moves: DestinationError. After an error the
+        tensors' contents are undefined.
+        """
+        self._begin_into(destinations)
+        try:
+            await self._run.channel.wait()
+        except ChannelClosed:
+            self._filled(destinations)
+
+
+class BlockingLoad(_Face):
+    """An open load, for synchronous code: `with service.open(name) as load`, then as `Load`, without await."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._loop.run_blocking(self._run.enter())
+        except BaseException as error:
+            if not self._run.left:
+                self._loop.run_blocking(self._run.leave(error))
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._taking.close()
+        self._loop.run_blocking(self._run.leave(None if isinstance(exc, GeneratorExit) else exc))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._begin(self._run.fill_owned)
+        return _Items(self._run, self._taking.tensor)
+
+    def batches(self) -> Iterator[Batch]:
+        """As `Load.batches`, without await."""
+        self._begin(self._run.fill_slots)
+        return _Items(self._run, self._taking.batch)
+
+    def into(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        """As `Load.into`, without await."""
+        self._begin_into(destinations)
+        try:
+            self._run.channel.wait_blocking()
+        except ChannelClosed:
+            self._filled(destinations)
+
+
+class _AsyncItems(Generic[T]):
+    """Items as an async iterator. A cancelled step takes nothing, an error comes again at every further step."""
+
+    def __init__(self, run: LoadRun, take: Callable[[], T | None]) -> None:
+        self._run = run
+        self._take = take
+        self._last_yield_s = time.perf_counter()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        if time.perf_counter() - self._last_yield_s > YIELD_AFTER_S:
+            await asyncio.sleep(0)
+            self._last_yield_s = time.perf_counter()
+        try:
+            while (item := self._take()) is None:
+                await self._run.channel.wait()
+                self._last_yield_s = time.perf_counter()
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+        return item
+
+
+class _Items(Generic[T]):
+    """Items as an iterator; see `_AsyncItems`."""
+
+    def __init__(self, run: LoadRun, take: Callable[[], T | None]) -> None:
+        self._run = run
+        self._take = take
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            while (item := self._take()) is None:
+                self._run.channel.wait_blocking()
+        except ChannelClosed:
+            raise StopIteration from None
+        return item

@@ -1,0 +1,113 @@
+"""Owned tensors: whatever the consumer keeps, complete, in order, within the budget."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors import safe_open
+
+import loader_service as ls
+from loader_service.filling import MAX_TENSORS_A_UNIT
+from loader_service.reading.fake import FakeStorage
+from loader_service.reading.local import LocalStorage
+from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint, sha256, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return awkward_checkpoint(tmp_path_factory.mktemp("awkward"))
+
+
+@pytest.mark.parametrize("capacity", [4096, 10_000, "64KiB", "1MiB", "1GiB"])
+@pytest.mark.parametrize("chunk", [64, 5000, "16MiB"])
+async def test_everything_comes_out_whole_through_any_budget(
+    checkpoint: Checkpoint, capacity: int | str, chunk: int | str
+) -> None:
+    config = checkpoint.config(staging={"capacity_bytes": capacity}, reads={"chunk_bytes": chunk})
+    async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
+        items = [item async for item in load]
+    assert [name for name, _ in items] == list(checkpoint.tensors), "plan order: file name, then offset"
+    for name, tensor in items:
+        assert_same(tensor, checkpoint.tensor(name), name)
+    report = load.report
+    assert report.complete
+    assert report.tensors == len(checkpoint.tensors)
+    assert report.payload_bytes == report.read_bytes == checkpoint.payload_bytes
+    assert report.peak_staging_bytes <= config.staging.capacity_bytes
+    assert report.files_opened == 2
+    assert set(report.files_read) == set(checkpoint.shard_of.values())
+
+
+async def test_tensors_equal_safetensors_own_reading(checkpoint: Checkpoint) -> None:
+    async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
+        ours = {name: tensor async for name, tensor in load}
+    for file in sorted(set(checkpoint.shard_of.values())):
+        with safe_open(checkpoint.folder / file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a dict
+                assert_same(ours[name], shard.get_tensor(name), name)
+
+
+async def test_kept_tensors_are_never_written_again(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config(staging={"capacity_bytes": 8192})
+    kept: list[tuple[str, torch.Tensor, str]] = []
+    async with ls.LoaderService(config, "solo") as service:
+        for _ in range(2):
+            async with service.open("target") as load:
+                async for name, tensor in load:
+                    kept.append((name, tensor, sha256(tensor)))
+    assert all(sha256(tensor) == digest for _, tensor, digest in kept)
+    assert len({tensor.data_ptr() for _, tensor, _ in kept if tensor.numel()}) == sum(
+        tensor.numel() > 0 for _, tensor, _ in kept
+    ), "no two kept tensors share memory"
+
+
+def test_one_kept_small_tensor_keeps_little_memory(tmp_path: Path) -> None:
+    small = {f"t{i:04}": ("U8", (100_000,)) for i in range(640)}
+    checkpoint = write_checkpoint(tmp_path, {"model.safetensors": small})
+    process = psutil.Process()
+    items = dict(ls.iter_weights(checkpoint.config(), "target", group="solo"))
+    held = process.memory_info().rss
+    assert all(tensor.untyped_storage().nbytes() == 100_000 for tensor in items.values()), "savers see exact storages"
+    kept = items.pop("t0320")
+    items.clear()
+    freed = held - process.memory_info().rss
+    assert freed > 640 * 100_000 - (4 << 20), f"one kept tensor kept {640 * 100_000 - freed} bytes of its neighbours'"
+    assert_same(kept, checkpoint.tensor("t0320"))
+
+
+async def test_unaligned_payload_is_delivered_aligned(checkpoint: Checkpoint) -> None:
+    async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
+        async for name, tensor in load:
+            assert tensor.data_ptr() % tensor.element_size() == 0, name
+
+
+async def test_small_neighbours_are_read_together(tmp_path: Path) -> None:
+    small = {f"t{i:04}": ("U8", (1000,)) for i in range(900)}
+    checkpoint = write_checkpoint(tmp_path, {"model.safetensors": small})
+    storage = FakeStorage(LocalStorage())
+    config = checkpoint.config()
+    async with ls.LoaderService(config, "solo", storage=storage) as service, service.open("target") as load:
+        assert len([name async for name, _ in load]) == 900
+    header_end = (checkpoint.folder / "model.safetensors").stat().st_size - checkpoint.payload_bytes
+    payload_reads = [read for read in storage.reads if read.offset >= header_end]
+    assert len(payload_reads) == math.ceil(900 / MAX_TENSORS_A_UNIT), "one read a unit"
+    assert storage.opens(str(checkpoint.folder / "model.safetensors")) == 1, "one open from header to payload"
+
+
+def test_blocking_face_gives_the_same(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config(staging={"capacity_bytes": 20_000})
+    items = list(ls.iter_weights(config, "target", group="solo"))
+    assert [name for name, _ in items] == list(checkpoint.tensors)
+    for name, tensor in items:
+        assert_same(tensor, checkpoint.tensor(name), name)
+
+
+@pytest.mark.may_block
+async def test_blocking_face_works_under_a_running_loop(checkpoint: Checkpoint) -> None:
+    with ls.LoaderService.blocking(checkpoint.config(), "solo") as service:
+        assert sum(1 for _ in service.iter_weights("target")) == len(checkpoint.tensors)
+        assert service.plan("target").for_rank(0).payload_bytes == checkpoint.payload_bytes
