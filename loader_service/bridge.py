@@ -59,9 +59,11 @@ class _Call(Generic[T]):
             self.done.set_result(task.result())
 
     def cancel(self) -> None:
+        """Cancels the coroutine, but never before its first step: cleaning up must begin even if it is cut short."""
+
         def cancel_task() -> None:
-            if self._task is not None:
-                self._task.cancel()
+            assert self._task is not None  # `_start` was posted before
+            self._loop.call_soon(self._task.cancel)
 
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
             self._loop.call_soon_threadsafe(cancel_task)

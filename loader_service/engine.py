@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -90,18 +89,13 @@ class Engine:
         grace_s = self.config.agreement.grace_s
         if self._pool is not None:
             await self._pool.close(grace_s)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def end() -> None:
-            for threads in (self.threads, self._workers):
-                for stuck in threads.shutdown(grace_s):
-                    log.warning("left behind: a read of %s at offset %s is stuck", stuck.path, stuck.offset)
-            self.handles.close()
-            loop.call_soon_threadsafe(done.set_result, None)
-
-        threading.Thread(target=end, name="loader-close", daemon=True).start()
-        await done
+        ended = [asyncio.wrap_future(threads.stop()) for threads in (self.threads, self._workers)]
+        await asyncio.wait(ended, timeout=grace_s)
+        for read in (*self.threads.stuck(), *self.threads.in_flight()):
+            log.warning("left behind: %s, %s, has not returned for %.1f s", read.path, read.label, read.age_s)
+        closing = ReadPool(1, name="loader-close")
+        await asyncio.wait([asyncio.wrap_future(closing.submit(self.handles.close))], timeout=grace_s)
+        closing.stop()
 
     async def in_thread(self, work: Callable[[], T], on_progress: Callable[[str], None] | None = None) -> T:
         """Runs blocking work beside the loop; fails if a read behind it does not return.
@@ -207,11 +201,13 @@ class Engine:
 
 
 def _thread_count(requested: int | str, per_node: int, ranks_here: int) -> tuple[int, str]:
+    """(reading threads of this rank, why). A number is taken as it is; auto stays within the node's cap."""
+    if not isinstance(requested, str):
+        return requested, "as configured"
     cap = max(1, per_node // ranks_here)
-    wanted = AUTO_THREADS if isinstance(requested, str) else requested
-    if wanted > cap:
+    if cap < AUTO_THREADS:
         return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
-    return wanted, "as configured" if not isinstance(requested, str) else "buffered reads of one rank"
+    return AUTO_THREADS, "enough for buffered reads of one rank"
 
 
 def _slot_bytes(chunk_bytes: int, capacity_bytes: int) -> int:

@@ -16,6 +16,9 @@ from blockbuster import BlockBuster
 
 # Rank processes that tests start inherit it: one that dies in native code then says where.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+# torch's store client looks up the name of every peer it connects to. Where the resolver drops such a query, the
+# connection stands still for the resolver's time limit: five seconds unless it is told otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 _THREAD_PREFIX = "loader-"
 _THREADS_END_WITHIN_S = 5.0

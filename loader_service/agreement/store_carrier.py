@@ -65,6 +65,7 @@ class StoreCarrier:
         self._connected = False
         self._urgent = False
         self._alarmed = False
+        self._alarm_heard = threading.Event()
         self._tidy = False
         self._stopping = False
         self._stopped: Callable[[], None] | None = None
@@ -250,6 +251,7 @@ class StoreCarrier:
 
     def _await_alarm(self, store: Store) -> None:
         store.wait([_ALARM], _FOREVER)
+        self._alarm_heard.set()
         if not self._stopping:
             self._look_s = min(self._look_s, self._heartbeat_s / 20)
             self._outbox.put(self._beat)
@@ -265,6 +267,8 @@ class StoreCarrier:
         self._remove_own_keys(store)
         if not self._tidy:
             return
+        # A store in this process wakes waiters only by the scheduler: the key must outlive the waiter's second look.
+        self._alarm_heard.wait(_LONG_STEP_S)
         for key in (_ALARM, *(status_key(rank) for rank in range(self._world_size))):
             store.delete_key(key)
         for rank in range(1, self._world_size):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from loader_service.config.fields import KeyPath, format_key_path
-from loader_service.config.schema import Rule, ServiceConfig
+from loader_service.config.schema import LoadConfig, Rule, ServiceConfig
 
 
 def normalised(config: ServiceConfig, load_name: str) -> dict[str, object]:
@@ -17,22 +17,25 @@ def normalised(config: ServiceConfig, load_name: str) -> dict[str, object]:
     differ by rank and are not in it. `ConfigError` for a load that does not exist.
     """
     load = config.load(load_name)
-    prefixes = load.key_prefixes
     return {
         "checkpoint": {"index": config.checkpoint_of(load_name).index},
         # Pairs, not a mapping: the order of the axes is part of what it says.
         "mesh": None if config.mesh is None else [[axis, ranks] for axis, ranks in config.mesh.items()],
-        "loads": {
-            load_name: {
-                "skip": list(load.skip),
-                "key_prefixes": None if prefixes is None else [prefix.removesuffix(".") + "." for prefix in prefixes],
-                "on_no_match": load.on_no_match,
-                "raw_dtypes": load.raw_dtypes,
-                "rules": [_normalised_rule(rule) for rule in load.rules],
-            }
-        },
+        "loads": {load_name: normalised_load(load)},
         "reads": {"coalesce_gap_bytes": config.reads.coalesce_gap_bytes, "sharing": config.reads.sharing},
         "cache": {"on": config.cache.capacity_bytes > 0},
+    }
+
+
+def normalised_load(load: LoadConfig) -> dict[str, object]:
+    """A load's own part of it: what is selected and how ranks take it, the same for every way of writing it."""
+    prefixes = load.key_prefixes
+    return {
+        "skip": list(load.skip),
+        "key_prefixes": None if prefixes is None else [prefix.removesuffix(".") + "." for prefix in prefixes],
+        "on_no_match": load.on_no_match,
+        "raw_dtypes": load.raw_dtypes,
+        "rules": [_normalised_rule(rule) for rule in load.rules],
     }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
+from loader_service.config.normalised import normalised_load
 from loader_service.config.schema import LoadConfig
 from loader_service.planning.groups import WHOLE, Group, group_tensors, refuse_unholdable
 from loader_service.planning.mesh import Mesh
@@ -127,7 +128,7 @@ def _digest(catalog: Catalog, load: LoadConfig, mesh: Mesh, coalesce_gap_bytes: 
     content = {
         "planner": PLANNER_VERSION,
         "catalog": catalog.digest,
-        "load": load.model_dump(exclude={"checkpoint"}, exclude_none=True),
+        "load": normalised_load(load),
         "axes": mesh.axes,
         "sizes": mesh.sizes,
         "coordinates": mesh.table,

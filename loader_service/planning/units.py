@@ -7,6 +7,7 @@ that order is all that a consumer's guarantees need. Unlike extents, units depen
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -70,11 +71,11 @@ def fragments_of_tensors(plan: RankPlan) -> np.ndarray:
     return np.searchsorted(plan.fragment_tensor, np.arange(len(plan.tensor_ids) + 1))
 
 
-def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int | None = None) -> Iterator[list[Placed]]:
+def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int = sys.maxsize) -> Iterator[list[Placed]]:
     """Everything that a rank takes, cut and packed into staging slots of `slot_bytes`, in plan order.
 
-    A tensor larger than a slot comes in several units; a slot takes at most `max_pieces` ranges of the file. Bytes keep their address modulo 64 from the file, so that what
-    lies aligned in the file lies aligned in memory.
+    A tensor larger than a slot comes in several units; a slot takes at most `max_pieces` ranges of the file. Bytes keep
+    their address modulo 64 from the file, so that what lies aligned in the file lies aligned in memory.
     """
     bounds = fragments_of_tensors(plan).tolist()
     reached = (plan.fragment_start - gaps_before(plan)).tolist()
@@ -87,7 +88,7 @@ def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int | None = None
             before = reached[fragment]
             for sub in subdivide(plan, fragment, slot_bytes - ALIGNMENT_BYTES):
                 offset = used + (sub.start - used) % ALIGNMENT_BYTES
-                if offset + sub.stop - sub.start > slot_bytes or len(unit) == max_pieces:
+                if offset + sub.stop - sub.start > slot_bytes or len(unit) >= max_pieces:
                     yield unit
                     unit, offset = [], sub.start % ALIGNMENT_BYTES
                 unit.append(Placed(tensor, fragment, sub.start, sub.stop, sub.start - before, offset, sub.views))

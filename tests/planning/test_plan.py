@@ -155,8 +155,8 @@ def fixed_plan() -> LoadPlan:
     return plan_of(dataclasses.replace(checkpoint, catalog=catalog), LOAD, MESH)
 
 
-PLAN_DIGEST = "7f1454ed9123649b754edea866bbed00f53dc142e32ca56ef392f049cce4dea7"
-RANK_DIGEST = "6e3b0424d6cd81cefe9c1e39534fd112a11af843d10de460cd5622be3ec4b866"
+PLAN_DIGEST = "c7069c1c94928bbdab2250a2a0ebc6a5d3adee762ec6adc07d79c8e92da8203b"
+RANK_DIGEST = "de452ab2f124205e39e5ff7d37599feb310833308c7f21f2f24679a2c546ac6e"
 
 
 def test_digests_are_the_same_in_every_process_and_version() -> None:

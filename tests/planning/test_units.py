@@ -31,7 +31,7 @@ SHARDS = {
     ],
     "b.safetensors": [("wide", "BF16", (3, 5000)), ("stacked", "F32", (4, 9, 11)), ("last", "U8", (5,))],
 }
-SPLITS = {
+SPLITS: dict[str, tuple[dict[str, object], int]] = {
     "whole": ({}, 1),
     "rows": ({"rules": [{"match": "*", "split": {"axis": ["tp"], "dim": 0}}]}, 3),
     "columns": ({"rules": [{"match": "*", "split": {"axis": ["tp"], "dim": 1}}]}, 3),

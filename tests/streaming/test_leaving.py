@@ -129,18 +129,20 @@ async def test_cancellation_while_leaving_still_gives_everything_back(checkpoint
     storage = FakeStorage(LocalStorage())
     async with ls.LoaderService(checkpoint.config(**SMALL), "solo", storage=storage) as service:
         await service.plan("target")
-        gate = storage.block("*", nth=3)
+        gate = storage.block("*", nth=20)  # the first tensor takes 19 reads
+
+        failed = asyncio.Event()
 
         async def consume() -> None:
             async with service.open("target") as load:
                 stream = aiter(load)
                 await anext(stream)
                 await asyncio.to_thread(gate.reached.wait, 20)
+                failed.set()
                 raise Oops
 
         task = asyncio.create_task(consume())
-        await asyncio.to_thread(gate.reached.wait, 20)
-        await asyncio.wait((task,), timeout=0.05)
+        await asyncio.wait_for(failed.wait(), 20)
         task.cancel()
         await asyncio.wait((task,), timeout=0.05)
         assert not task.done(), "it still waits for the read in flight"

@@ -1,0 +1,1 @@
+"""The command line: commands, exit codes, tables and the demo."""

@@ -1,0 +1,285 @@
+"""The commands: what they are called with, what they return to the shell.
+
+Each command only parses; what it then does lies in a module of its own, imported when it is needed, and runs outside of
+typer, so that exit codes and failure lines are the loader's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, cast
+
+import typer
+
+from loader_service.cli.output import (
+    PROGRAM,
+    drop_stdout,
+    logging_to_stderr,
+    print_document,
+    print_failure,
+    print_line,
+    print_traceback,
+)
+from loader_service.config.sizes import parse_size
+from loader_service.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNEXPECTED,
+    EXIT_USAGE,
+    ConfigError,
+    FailureRecord,
+    LoadCancelledError,
+    LoaderError,
+    record_of,
+)
+
+# typer exports one leaf of its parser's errors; what that derives from is every usage error.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
+
+
+class LogLevel(StrEnum):
+    """Levels of `--log-level`."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Invocation:
+    """A parsed command line: `work` does the command and returns its exit code."""
+
+    work: Callable[[], int]
+    json: bool
+    debug: bool
+    log_level: LogLevel
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
+Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged to stderr.", case_sensitive=False)]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file; see `loader-service schema`.")]
+LoadName = Annotated[str, typer.Option("--load", help="Which of the file's loads.", metavar="NAME")]
+
+app = typer.Typer(
+    name=PROGRAM,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    help=(
+        "Loads safetensors checkpoints for inference workers: plans every rank's byte ranges from the headers, reads "
+        "them with positioned reads, and streams filled buffers to the consumers."
+    ),
+    epilog=(
+        "Exit codes: 0 done; 1 unexpected; 2 usage or configuration; 3 checkpoint missing, malformed or changed; "
+        "4 ranks disagree or another rank failed; 5 reading failed; 6 memory; 130 interrupted."
+    ),
+)
+
+
+@app.command("inspect")
+def inspect_command(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="A checkpoint's folder, one .safetensors file, or all of its files."),
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    ignore_index: Annotated[bool, typer.Option("--ignore-index", help="Let the headers alone decide.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Show a checkpoint's files, tensors, dtypes and namespaces. Only headers are read."""
+
+    def work() -> int:
+        from loader_service.cli.inspecting import inspect
+
+        return inspect(paths, tensors=tensors, ignore_index=ignore_index, as_json=json)
+
+    return _Invocation(work, json, debug, log_level)
+
+
+@app.command("plan")
+def plan_command(
+    config: Config,
+    load: LoadName,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks", min=1, help="For so many ranks. [default: the mesh's product, else WORLD_SIZE, else 1]"
+        ),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Show who would read what, for every rank. No payload is read, and no ranks need to run."""
+
+    def work() -> int:
+        from loader_service.cli.plans import show_plan
+
+        return show_plan(config, load, ranks, as_json=json)
+
+    return _Invocation(work, json, debug, log_level)
+
+
+@app.command("load")
+def load_command(
+    config: Config,
+    load: LoadName,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every tensor with what safetensors itself reads.")
+    ] = False,
+    manifest: Annotated[
+        Path | None,
+        typer.Option(
+            "--manifest",
+            metavar="OUT.json",
+            help="Write dtype, shape and sha256 of every tensor that this rank got. With several ranks the file's "
+            "name gets .rank0, .rank1, ... before its suffix.",
+        ),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Run a load. Several ranks: torchrun --nproc-per-node N -m loader_service load CONFIG --load NAME."""
+
+    def work() -> int:
+        from loader_service.cli.load import LoadOptions, run_load
+
+        return run_load(LoadOptions(config, load, verify, manifest, as_json=json, debug=debug))
+
+    return _Invocation(work, json, debug, log_level)
+
+
+@app.command("demo")
+def demo_command(
+    folder: Annotated[Path, typer.Option("--folder", help="Where the checkpoint is made, or found.")] = Path(".demo"),
+    size: Annotated[str, typer.Option("--size", help="The checkpoint's size, such as 300MiB.")] = "300MiB",
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Make a small checkpoint and load it on two ranks: target and draft, every byte compared, beside safetensors."""
+
+    def work() -> int:
+        from loader_service.cli.demo import run_demo
+
+        try:
+            size_bytes = parse_size(size)
+        except ConfigError as error:
+            raise ConfigError(f"--size: {error}") from error
+        return run_demo(folder, size_bytes, as_json=json)
+
+    return _Invocation(work, json, debug, log_level)
+
+
+@app.command("schema")
+def schema_command(json: Json = False, debug: Debug = False, log_level: Level = LogLevel.INFO) -> _Invocation:
+    """Print the JSON schema of the YAML file, for editors. Always JSON, with or without --json."""
+
+    def work() -> int:
+        from loader_service.config.json_schema import json_schema
+
+        print_document(json_schema())
+        return EXIT_OK
+
+    return _Invocation(work, json, debug, log_level)
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. Failures are printed, none is raised."""
+    as_json, debug = _asks_for(args, "--json"), _asks_for(args, "--debug")
+    try:
+        parsed: object = typer.main.get_command(app).main(list(args), prog_name=PROGRAM, standalone_mode=False)
+        if not isinstance(parsed, _Invocation):  # --help was printed
+            return parsed if isinstance(parsed, int) else EXIT_OK
+        with logging_to_stderr(parsed.log_level, _rank_to_name()):
+            return parsed.work()
+    except _UsageError as error:
+        return _usage_error(error, as_json=as_json)
+    except KeyboardInterrupt as error:
+        return _failed(error, LoadCancelledError("interrupted").record(), EXIT_INTERRUPTED, as_json, debug)
+    except BrokenPipeError:
+        drop_stdout()
+        return EXIT_UNEXPECTED
+    except LoaderError as error:
+        return _failed(error, error.record(), error.exit_code, as_json, debug)
+    except Exception as error:  # noqa: BLE001 - the last resort: one line, and --debug for the rest
+        record = record_of(error)
+        line = f"unexpected {record.error}: {record.message} (--debug shows the traceback)"
+        return _failed(error, FailureRecord(record.error, line), EXIT_UNEXPECTED, as_json, debug)
+
+
+def main() -> NoReturn:
+    """The entry point of `loader-service` and `python -m loader_service`."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    code = run(sys.argv[1:])
+    # The outcome is settled and printed: a launcher that now stops the remaining ranks must not change it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """Ends even where a thread is stuck in the kernel: the interpreter's own end would run into it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            drop_stdout()
+    if any(thread.name.startswith("loader-") for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)
+
+
+def _interrupt(signum: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def _asks_for(args: Sequence[str], option: str) -> bool:
+    """Whether an option is given, also on a command line that cannot be parsed."""
+    options = args[: args.index("--")] if "--" in args else args
+    return option in options
+
+
+def _rank_to_name() -> int | None:
+    """This process's rank, where a launcher started several."""
+    with contextlib.suppress(ValueError, KeyError):
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            return int(os.environ["RANK"])
+    return None
+
+
+def _usage_error(error: Exception, *, as_json: bool) -> int:
+    """The parser's complaint, and how to get help. All ranks have the same command line, so rank 0 alone says it."""
+    if _rank_to_name():
+        return EXIT_USAGE
+    context = getattr(error, "ctx", None)
+    # Without any argument the parser has printed the help, and has no more to say.
+    message = str(getattr(error, "format_message", error.__str__)()).strip() or "a command is missing"
+    command = context.command_path if context is not None else PROGRAM
+    record = FailureRecord("UsageError", message)
+    if as_json:
+        print_document(record.as_dict())
+    print_line(f"{PROGRAM}: {message} (see `{command} --help`)")
+    return EXIT_USAGE
+
+
+def _failed(error: BaseException, record: FailureRecord, code: int, as_json: bool, debug: bool) -> int:
+    if debug:
+        print_traceback(error)
+    print_failure(record, as_json=as_json)
+    return code

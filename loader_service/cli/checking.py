@@ -1,0 +1,173 @@
+"""What `load` does with each tensor beside counting it: compare it with safetensors' own reading, and hash it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loader_service.errors import CheckpointError, ConfigError
+from loader_service.planning.plan import RankPlan
+from loader_service.planning.storage import needs_raw
+from loader_service.stream import TensorSpec
+
+Index = tuple[slice, ...]
+
+
+class Reference:
+    """safetensors' own reading of the tensors that a rank takes, one file open at a time, as they come in plan order.
+
+    Comparisons are of bytes: NaNs count, and types without arithmetic can be compared. Blocking.
+    """
+
+    def __init__(self, plan: RankPlan) -> None:
+        self._plan = plan
+        self._path = ""
+        self._open = contextlib.ExitStack()
+        self._file: Any = None  # safetensors has no type for it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def compare(self, name: str, value: torch.Tensor, spec: TensorSpec) -> None:
+        """Raises CheckpointError unless `value` holds exactly what safetensors reads of the tensor for this rank."""
+        path = self._path_of(name)
+        try:
+            pairs = [(value[mine], self._read(name, source, spec)) for source, mine in spec.parts]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path}: safetensors cannot read tensor '{name}' to compare it: {error}", path=path, tensor=name
+            ) from error
+        for got, expected in pairs:
+            problem = difference(got, expected)
+            if problem is not None:
+                raise CheckpointError(
+                    f"{path}: tensor '{name}' is not what safetensors reads: {problem}; the file changed, or was "
+                    "damaged on its way: load again, and check the storage if it happens again",
+                    path=path,
+                    tensor=name,
+                )
+
+    def read(self, name: str, spec: TensorSpec) -> list[torch.Tensor]:
+        """This rank's parts of a tensor as safetensors reads them, without a copy where it makes none."""
+        return [self._read(name, source, spec) for source, _ in spec.parts]
+
+    def _path_of(self, name: str) -> str:
+        catalog = self._plan.catalog
+        tensor_id = catalog.id_of(name)
+        if tensor_id is None:
+            raise KeyError(name)
+        return catalog.shards[int(catalog.shard_ids[tensor_id])].path
+
+    def _read(self, name: str, source: Index, spec: TensorSpec) -> torch.Tensor:
+        path = self._path_of(name)
+        if path != self._path:
+            self._open.close()
+            self._file = self._open.enter_context(safe_open(path, framework="pt"))
+            self._path = path
+        catalog = self._plan.catalog
+        tensor_id = catalog.id_of(name)
+        assert tensor_id is not None
+        dtype, shape = catalog.dtype(tensor_id), catalog.shapes[tensor_id]
+        if needs_raw(dtype, shape):
+            # safetensors knows no such type; its bytes are read where its header says that they lie.
+            return _bytes_at(path, int(catalog.starts[tensor_id]), spec.full_shape)[source]
+        whole = all((s.start, s.stop) == (0, size) for s, size in zip(source, spec.full_shape, strict=True))
+        if whole or dtype.bits < 8 or 0 in spec.full_shape:  # a slice of packed elements is refused by safetensors
+            full: torch.Tensor = self._file.get_tensor(name)
+            return full[source]
+        part: torch.Tensor = self._file.get_slice(name)[source]
+        return part
+
+
+def _bytes_at(path: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    with open(path, "rb") as file:
+        file.seek(start)
+        data = bytearray(file.read(count))
+    if len(data) < count:
+        raise OSError(f"the file ends within the {count} bytes at {start}")
+    return torch.frombuffer(data, dtype=torch.uint8).view(shape) if count else torch.empty(shape, dtype=torch.uint8)
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """In words how two tensors differ in dtype, shape or bytes; None where they do not."""
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    ours, theirs = raw_bytes(got), raw_bytes(expected)
+    if torch.equal(ours, theirs):
+        return None
+    different = torch.nonzero(ours != theirs).view(-1)
+    return f"{len(different)} of {len(ours)} bytes differ, the first at byte {int(different[0])}"
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's elements as bytes, row-major; without a copy where it is contiguous."""
+    if tensor.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    if tensor.itemsize == 1:  # some of these types know no copying
+        return tensor.view(torch.uint8).contiguous().view(-1)
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+class Manifest:
+    """Name -> dtype (safetensors code), shape (as headers count) and sha256 of what this rank got."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        self._plan = plan
+        self.entries: dict[str, dict[str, object]] = {}
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Hashes a tensor. Blocking; the interpreter lock is released meanwhile."""
+        i = self._plan.index_of(name)
+        assert i is not None
+        self.entries[name] = {
+            "dtype": self._plan.dtype_code(i),
+            "shape": list(self._plan.header_shape(i)),
+            "sha256": hashlib.sha256(raw_bytes(value).numpy().data).hexdigest(),
+        }
+
+
+def manifest_path(out: Path, rank: int, world_size: int) -> Path:
+    """`out` itself for one rank; with several, `.rank{rank}` before its suffix."""
+    return out if world_size == 1 else out.with_name(f"{out.stem}.rank{rank}{out.suffix}")
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError, before anything is loaded, where a manifest cannot be written."""
+    folder = path.parent
+    if path.is_dir():
+        raise ConfigError(f"--manifest: {path} is a folder: name a file", path=str(path))
+    if not folder.is_dir():
+        raise ConfigError(f"--manifest: the folder {folder} does not exist: make it first", path=str(path))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--manifest: the folder {folder} is not writable: choose another one", path=str(path))
+
+
+def write_manifest(path: Path, entries: Mapping[str, object]) -> None:
+    """Writes the manifest whole or not at all: beside its place, then renamed. Blocking."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        beside.write_text(json.dumps(entries, indent=1) + "\n", encoding="ascii")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--manifest: {path} cannot be written: {error.strerror}: choose a place with room and rights",
+            path=str(path),
+            errno=error.errno,
+        ) from error

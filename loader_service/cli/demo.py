@@ -1,0 +1,224 @@
+"""`demo`: makes a small checkpoint, loads it on two ranks, compares every byte, and shows what was read, and how fast.
+
+The ranks are real: the same `load` command under the same launcher that anyone would use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import cast
+
+from loader_service.cli.demo_checkpoint import DemoCheckpoint, make_demo_checkpoint
+from loader_service.cli.output import print_document, print_line
+from loader_service.cli.plans import plan_of
+from loader_service.config.sizes import format_size
+from loader_service.config.yaml_file import load_config
+from loader_service.errors import EXIT_OK, CheckpointError, FailureRecord, LoaderError, error_from_record
+from loader_service.planning.plan import LoadPlan
+
+RANKS = 2
+LOADS = ("target", "draft")
+LIMIT_S = 300.0  # of one run of all ranks; they take seconds
+_END_WAIT_S = 10.0
+_GIB = 1 << 30
+
+Document = Mapping[str, object]
+
+
+def run_demo(folder: Path, size_bytes: int, *, as_json: bool) -> int:
+    """Makes or finds the checkpoint in `folder`, runs both loads, prints the result. Returns the exit code.
+
+    Raises LoaderError where a rank fails or a byte differs.
+    """
+    print_line(f"the checkpoint: {folder / 'checkpoint'}")
+    checkpoint = make_demo_checkpoint(folder / "checkpoint", total_bytes=size_bytes)
+    config_path = _write_config(folder)
+    config = load_config(config_path)
+    plans = {load: plan_of(config, load, RANKS) for load in LOADS}
+    loads = {}
+    for load in LOADS:
+        print_line(f"{RANKS} ranks load '{load}' and compare every byte with safetensors ...")
+        loads[load] = _run_load(config_path, load)
+        _check(loads[load], plans[load])
+    print_line("the same loads against the clock, and safetensors doing the same work ...")
+    timing = _launch(["loader_service.cli.demo_timing", str(config_path)])
+    if as_json:
+        print_document(_as_json(checkpoint, config_path, loads, timing))
+    else:
+        _show(checkpoint, config_path, plans, loads, timing)
+    return EXIT_OK
+
+
+def _write_config(folder: Path) -> Path:
+    """The demo's configuration beside its checkpoint, so that it can be read, changed and used by hand."""
+    path = folder / "demo.yaml"
+    text = resources.files("loader_service.cli").joinpath("demo.yaml").read_text(encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LoaderError(
+            f"{path} cannot be written: {error.strerror}: choose another --folder", path=str(path)
+        ) from error
+    return path
+
+
+def _run_load(config_path: Path, load: str) -> list[Document]:
+    document = _launch(["loader_service", "load", str(config_path), "--load", load, "--verify", "--json"])
+    return cast("list[Document]", document["ranks"])
+
+
+def _check(reports: Sequence[Document], plan: LoadPlan) -> None:
+    """What the ranks report is what was planned, and compared. Belt and braces: a difference has failed them before."""
+    for rank, report in enumerate(reports):
+        own = plan.for_rank(rank)
+        expected = (len(own), own.payload_bytes, own.read_bytes, True)
+        found = (report["tensors"], report["payload_bytes"], report["read_bytes"], report["verified"])
+        if found != expected:
+            raise CheckpointError(
+                f"rank {rank} of load '{plan.load}' reports (tensors, payload, read, verified) {found}, planned were "
+                f"{expected}: this is a bug of the loader",
+                rank=rank,
+            )
+
+
+def _launch(module_and_args: Sequence[str]) -> Document:
+    """Runs a module on all ranks with torch's launcher, all on loopback, and returns what rank 0 prints.
+
+    An interrupt ends all of them. Raises the ranks' own error where they fail.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(RANKS), "-m", *module_and_args]
+    # The store looks up the name of each rank that connects; where no name server answers, that would take seconds.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise LoaderError(f"the demo's ranks did not end within {LIMIT_S:g} s: {' '.join(command)}") from None
+        except BaseException:
+            _end(process)
+            raise
+    return _document(out, err, process.returncode)
+
+
+def _document(out: str, err: str, code: int) -> Document:
+    try:
+        document = json.loads(out)
+    except ValueError:
+        last = " | ".join(err.strip().splitlines()[-3:]) or "it printed nothing"
+        raise LoaderError(f"the demo's ranks ended with code {code} and without a document: {last}") from None
+    if code == EXIT_OK:
+        return cast("Document", document)
+    raise error_from_record(FailureRecord(**document))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the launcher, which ends its ranks; the whole session of processes if it does not."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_WAIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _times(timing: Document, load: str, side: str) -> list[float]:
+    ranks = cast("Sequence[Mapping[str, Mapping[str, Mapping[str, float]]]]", timing["ranks"])
+    return [rank["loads"][load][side] for rank in ranks]
+
+
+def _as_json(
+    checkpoint: DemoCheckpoint, config_path: Path, loads: Mapping[str, Sequence[Document]], timing: Document
+) -> Document:
+    def side(load: str, name: str) -> Document:
+        seconds = _times(timing, load, name)
+        payload = _times(timing, load, "payload_bytes")
+        return {
+            "seconds": seconds,
+            "gib_per_s": [size / _GIB / took if took else 0.0 for size, took in zip(payload, seconds, strict=True)],
+        }
+
+    return {
+        "config": str(config_path.resolve()),
+        "checkpoint": {
+            "path": str(checkpoint.path),
+            "files": list(checkpoint.files),
+            "file_bytes": checkpoint.file_bytes,
+            "payload_bytes": checkpoint.payload_bytes,
+            "tensors": checkpoint.tensors,
+            "created": checkpoint.created,
+        },
+        "loads": {
+            load: {
+                "ranks": list(reports),
+                "loader": side(load, "loader_s"),
+                "safetensors": side(load, "safetensors_s"),
+            }
+            for load, reports in loads.items()
+        },
+    }
+
+
+def _show(
+    checkpoint: DemoCheckpoint,
+    config_path: Path,
+    plans: Mapping[str, LoadPlan],
+    loads: Mapping[str, Sequence[Document]],
+    timing: Document,
+) -> None:
+    from rich.markup import escape
+
+    from loader_service.cli.render import shares_of_files, show, table
+
+    result = table(
+        f"{checkpoint.tensors} tensors, {format_size(checkpoint.payload_bytes)} in {len(checkpoint.files)} shards",
+        "load",
+        "rank",
+        "tensors",
+        "read of checkpoint",
+        "",
+        "shards read",
+        "seconds",
+        "GiB/s",
+        "safetensors s",
+        "GiB/s",
+        "<every byte equal",
+    )
+    for load, reports in loads.items():
+        ours, theirs = _times(timing, load, "loader_s"), _times(timing, load, "safetensors_s")
+        for report in reports:
+            rank, payload, read = (cast("int", report[key]) for key in ("rank", "payload_bytes", "read_bytes"))
+            result.add_row(
+                load,
+                str(rank),
+                str(report["tensors"]),
+                format_size(read),
+                f"{100 * read / checkpoint.payload_bytes:.1f} %",
+                f"{report['files_opened']} of {len(checkpoint.files)}",
+                f"{ours[rank]:.3f}",
+                f"{payload / _GIB / ours[rank]:.2f}",
+                f"{theirs[rank]:.3f}",
+                f"{payload / _GIB / theirs[rank]:.2f}",
+                "yes" if report["verified"] else "no",
+            )
+    strips = [line for load in LOADS for line in shares_of_files(plans[load])]
+    show(
+        result,
+        *strips,
+        "",
+        "Both sides read from a warm page cache into memory of their own; the loader's time includes the agreement.",
+        f"The draft key {checkpoint.omitted_key} is missing in the index, and was read all the same.",
+        "Again by hand: torchrun --standalone --nproc-per-node 2 -m loader_service load "
+        f"{escape(str(config_path))} --load target --verify",
+    )

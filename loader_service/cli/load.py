@@ -1,0 +1,246 @@
+"""`load`: one load on this rank, from the configuration to what is printed and returned to the shell.
+
+The work is one task; beside it a watch says why a load failed as soon as the ranks' verdict is known, before anything
+is cleaned up, since a launcher that sees one rank end soon stops the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+from loader_service.agreement.messages import Phase
+from loader_service.cli import ranks
+from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
+from loader_service.cli.output import print_document, print_failure, print_line, print_traceback
+from loader_service.cli.progress import LoadProgress, progress_of
+from loader_service.config.schema import ServiceConfig, check_world_size
+from loader_service.config.yaml_file import load_config
+from loader_service.errors import (
+    EXIT_AGREEMENT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_UNEXPECTED,
+    FailureRecord,
+    LoadCancelledError,
+    LoaderError,
+    error_from_record,
+    record_of,
+)
+from loader_service.reading.threads import ReadPool
+from loader_service.report import LoadReport
+from loader_service.service import LoaderService
+from loader_service.stream import Load, TensorSpec
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the command line said. `manifest` is the name before a rank is put into it."""
+
+    config: Path
+    load: str
+    verify: bool
+    manifest: Path | None
+    as_json: bool
+    debug: bool
+
+
+def run_load(options: LoadOptions) -> int:
+    """Runs the load on this rank and prints what is due on it. Returns the exit code."""
+    place = ranks.place_from()
+    try:
+        config = _checked_config(options, place)
+    except LoaderError as error:
+        return asyncio.run(_refused(options, place, error))
+    return asyncio.run(_LoadProcess(options, place, config).main())
+
+
+def _checked_config(options: LoadOptions, place: ranks.Place) -> ServiceConfig:
+    """The configuration, once everything that can be wrong without the other ranks and the checkpoint is not."""
+    config = load_config(options.config)
+    config.checkpoint_of(options.load)
+    check_world_size(config, place.world_size, coords_given=False)
+    if options.manifest is not None:
+        check_writable(manifest_path(options.manifest, place.rank, place.world_size))
+    return config
+
+
+async def _refused(options: LoadOptions, place: ranks.Place, error: LoaderError) -> int:
+    """The load cannot be opened on this rank: the others hear of it, and one of all says it."""
+    if options.debug:
+        print_traceback(error)
+    verdict = await ranks.tell_others(place, options.load, error)
+    record = record_of(error, rank=None if place.alone else place.rank, phase=Phase.CONFIG.value)
+    await _Telling(options, place).tell(record if verdict is None else verdict.record(), agreed=verdict is not None)
+    return error.exit_code
+
+
+class _Telling:
+    """Prints a failure, once, if this rank is the one that does."""
+
+    def __init__(self, options: LoadOptions, place: ranks.Place) -> None:
+        self._options = options
+        self._place = place
+        self._lock = asyncio.Lock()
+        self._told = False
+
+    async def tell(self, record: FailureRecord, *, agreed: bool) -> None:
+        """`agreed`: the record is the common verdict of all ranks, not only what this one knows."""
+        async with self._lock:
+            if self._told:
+                return
+            self._told = True
+            voice = await ranks.Spokesman(self._place).voice(record, agreed=agreed)
+            if voice != "none":
+                as_json = self._options.as_json and voice == "document"
+                print_failure(record, as_json=as_json, several_ranks=not self._place.alone)
+
+
+class _LoadProcess:
+    """One load in one process: its task, its signals, its watch, its exit code."""
+
+    def __init__(self, options: LoadOptions, place: ranks.Place, config: ServiceConfig) -> None:
+        self._options = options
+        self._place = place
+        self._config = config
+        self._load: Load | None = None
+        self._telling = _Telling(options, place)
+        self._progress: LoadProgress = progress_of(options.load, shown=place.rank == 0)
+        self._threads = ReadPool(1, name="loader-check")
+        self._signal: signal.Signals | None = None
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._work())
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._interrupted, signal.Signals(number), work)
+        watch = loop.create_task(self._watch())
+        try:
+            await asyncio.wait({work})
+            error: BaseException | None = asyncio.CancelledError() if work.cancelled() else work.exception()
+            if error is None:
+                return EXIT_OK
+            if self._options.debug:
+                print_traceback(error)
+            failure = self._load.failure if self._load is not None else None
+            record = self._own_record(error) if failure is None else failure.record()
+            await self._telling.tell(record, agreed=failure is not None)
+            return self._exit_code(error)
+        finally:
+            watch.cancel()
+            self._threads.stop()
+
+    # The work
+
+    async def _work(self) -> None:
+        report, manifest = await self._run()
+        if self._options.manifest is not None and manifest is not None:
+            path = manifest_path(self._options.manifest, self._place.rank, self._place.world_size)
+            await self._in_thread(lambda: write_manifest(path, manifest.entries))
+        reports = await ranks.gather(self._place, report.as_dict(), self._config.agreement)
+        if self._place.rank != 0:
+            return
+        if self._options.as_json:
+            print_document(reports[0] if self._place.alone else {"ranks": reports})
+        else:
+            from loader_service.cli.render import show_reports
+
+            show_reports(reports)
+
+    async def _run(self) -> tuple[LoadReport, Manifest | None]:
+        options = self._options
+        async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
+            self._load = load = service.open(options.load)
+            async with load:
+                plan = load.plan.for_rank(self._place.rank)
+                manifest = Manifest(plan) if options.manifest is not None else None
+                self._progress.begin(plan.payload_bytes)
+                with self._progress, Reference(plan) as reference:
+                    await self._consume(load, reference if options.verify else None, manifest)
+            return dataclasses.replace(load.report, verified=True if options.verify else None), manifest
+
+    async def _consume(self, load: Load, reference: Reference | None, manifest: Manifest | None) -> None:
+        """Takes every tensor and drops it after use: no more of them lives than what is being looked at."""
+        async for name, value in load:
+            if reference is not None or manifest is not None:
+                await self._in_thread(_look_at(name, value, load.spec(name), reference, manifest))
+            self._progress.advance(value.nbytes)
+            del value
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Blocking work in a daemon thread, which may be left behind, so that signals are always heard."""
+        return await asyncio.wrap_future(self._threads.submit(work))
+
+    # What happens beside it
+
+    async def _watch(self) -> None:
+        while True:
+            failure = self._load.failure if self._load is not None else None
+            if failure is not None:
+                await self._telling.tell(failure.record(), agreed=True)
+                return
+            self._progress.tick()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _interrupted(self, number: signal.Signals, work: asyncio.Task[None]) -> None:
+        """The first signal makes the load leave by its normal door, which tells the other ranks; a second one ends all.
+
+        A load that has failed is on its way out: a launcher's signal then changes nothing.
+        """
+        if self._signal is not None:
+            _leave_at_once()
+        self._signal = number
+        if self._load is None or self._load.failure is None:
+            work.cancel()
+
+    # How it ended
+
+    def _own_record(self, error: BaseException) -> FailureRecord:
+        """What this rank knows by itself."""
+        own_rank = None if self._place.alone else self._place.rank
+        if isinstance(error, asyncio.CancelledError):
+            by = f" by {self._signal.name}" if self._signal is not None else ""
+            return LoadCancelledError(f"interrupted{by}", rank=own_rank).record()
+        return record_of(error, rank=own_rank)
+
+    def _exit_code(self, error: BaseException) -> int:
+        if isinstance(error, LoaderError):
+            return error.exit_code
+        if not isinstance(error, asyncio.CancelledError):
+            return EXIT_UNEXPECTED
+        failure = self._load.failure if self._load is not None else None
+        cause = failure.record() if failure is not None else None
+        if cause is None or cause.error == LoadCancelledError.__name__:
+            return EXIT_INTERRUPTED
+        # The load had failed when the signal came: it is that failure's code.
+        return error_from_record(cause).exit_code if cause.rank == self._place.rank else EXIT_AGREEMENT
+
+
+def _look_at(
+    name: str, value: torch.Tensor, spec: TensorSpec, reference: Reference | None, manifest: Manifest | None
+) -> Callable[[], None]:
+    def look() -> None:
+        if reference is not None:
+            reference.compare(name, value, spec)
+        if manifest is not None:
+            manifest.add(name, value)
+
+    return look
+
+
+def _leave_at_once() -> NoReturn:
+    print_line("loader-service: interrupted twice: ending at once")
+    os._exit(EXIT_INTERRUPTED)

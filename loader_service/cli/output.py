@@ -1,0 +1,92 @@
+"""What the command line writes, and where: one document or a table on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+
+from loader_service.errors import FailureRecord
+
+PROGRAM = "loader-service"
+
+
+def print_document(document: object) -> None:
+    """Writes one JSON document to stdout. ASCII only, so that no locale and no odd file name can break it."""
+    print_text(json.dumps(document))
+
+
+def print_text(text: str) -> None:
+    """Writes to stdout and flushes. A reader that has gone away (`| head`) wants no more, and is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        drop_stdout()
+
+
+def drop_stdout() -> None:
+    """Sends what may still lie in stdout's buffer to nowhere: the interpreter would complain about it at its end."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may be closed, or not be a file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def print_line(text: str) -> None:
+    """Writes one line to stderr, whatever the text holds. Where stderr is gone there is nobody to tell."""
+    with contextlib.suppress(OSError, ValueError):
+        print(" | ".join(part.strip() for part in text.splitlines() if part.strip()), file=sys.stderr, flush=True)
+
+
+def print_failure(record: FailureRecord, *, as_json: bool, several_ranks: bool = False) -> None:
+    """The failure as one line on stderr and, with `as_json`, as one record on stdout."""
+    if as_json:
+        print_document(record.as_dict())
+    print_line(f"{PROGRAM}: {failure_text(record, several_ranks=several_ranks)}")
+
+
+def failure_text(record: FailureRecord, *, several_ranks: bool) -> str:
+    """The failure for a person: what happened and, where there are several ranks, on which one and in which phase."""
+    if not several_ranks or record.rank is None:
+        return record.message
+    phase = f" in phase {record.phase}" if record.phase else ""
+    return f"rank {record.rank} failed{phase}: {record.error}: {record.message}"
+
+
+def print_traceback(error: BaseException) -> None:
+    """The whole traceback, for `--debug`."""
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exception(error, file=sys.stderr)
+
+
+class _StderrHandler(logging.Handler):
+    """Looks stderr up at each record: a progress bar replaces it while it is shown, to keep lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # noqa: BLE001 - logging's own way of dealing with what goes wrong in a handler
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def logging_to_stderr(level: str, rank: int | None) -> Iterator[None]:
+    """Sends the package's log from `level` on to stderr while a command runs, with the rank where there are several."""
+    logger = logging.getLogger("loader_service")
+    handler = _StderrHandler()
+    where = "" if rank is None else f"[rank {rank}] "
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {where}%(levelname)s %(name)s: %(message)s"))
+    before = (logger.level, logger.propagate)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

@@ -1,0 +1,176 @@
+"""What rank processes of one `load` do together beside the load: who prints, reports to rank 0, failures before it.
+
+Everything travels through the store where the load's ranks meet, under names of its own, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal, cast
+
+from loader_service.agreement.group import Rendezvous, from_environment, join_group
+from loader_service.agreement.messages import PHASES, Phase, PhaseRecord, error_of
+from loader_service.agreement.protocol import LEADER
+from loader_service.config.schema import AgreementConfig
+from loader_service.errors import FailureRecord, LoaderError
+from loader_service.reading.threads import ReadPool
+
+GONE = frozenset({"LostRank", "LateRank", "LostStore"})  # records of ranks that nobody hears any more
+WAIT_FOR_LOWER_RANK_S = 2.0
+MAX_WAIT_S = 10.0
+_CONNECT_S = 2.0
+
+Voice = Literal["document", "line", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands among those that a launcher started. `meeting` is None for one rank alone."""
+
+    rank: int
+    world_size: int
+    meeting: Rendezvous | None
+
+    @property
+    def alone(self) -> bool:
+        return self.meeting is None
+
+
+def place_from(environ: Mapping[str, str] = os.environ) -> Place:
+    """This process's place. Raises ConfigError where the environment says it in part only."""
+    meeting = from_environment(environ)
+    if meeting is None:
+        return Place(0, 1, None)
+    return Place(meeting.rank, meeting.world_size, meeting)
+
+
+async def tell_others(place: Place, load: str, error: BaseException) -> LoaderError | None:
+    """Says on behalf of a rank whose load cannot even be opened that it fails, so that no other rank waits for it.
+
+    It takes part under the name and number that the load would have had. Returns this rank's own error or, where the
+    ranks found another cause, that one. Bounded by a few seconds, also where nobody else is there.
+    """
+    if place.meeting is None:
+        return None
+    group = join_group(place.meeting, settings=AgreementConfig(grace_s=2.0))
+    session = group.session(load)
+    try:
+        verdict = await session.fail(error, Phase.CONFIG)
+        if verdict is None or verdict.failure is None:
+            return None
+        return error_of(verdict)
+    finally:
+        await session.close()
+        group.close()
+
+
+async def gather(place: Place, own: Mapping[str, object], settings: AgreementConfig) -> list[dict[str, object]]:
+    """Every rank's document, in rank order, on every rank; collective. An exchange of its own after the load's.
+
+    Raises RankFailure for a rank that does not bring its document within `agreement.timeout_s`.
+    """
+    if place.meeting is None:
+        return [dict(own)]
+    meeting = replace(place.meeting, nonce=f"{place.meeting.nonce}.reports")
+    bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
+    group = join_group(meeting, settings=bounded)
+    session = group.session("reports")
+    try:
+        verdict = await session.exchange(PHASES[0], PhaseRecord(listed=_packed(own)))
+        for phase in PHASES[1:]:  # the log has to come to its end, or closing would count as a failure
+            await session.exchange(phase, PhaseRecord())
+    finally:
+        await session.close()
+        group.close()
+    return [_unpacked(cast("str", listed)) for listed in cast("Sequence[object]", verdict.listed)]
+
+
+def _packed(document: Mapping[str, object]) -> str:
+    """Compressed, since a record's size is bounded and a report can list a thousand files."""
+    return base64.b85encode(zlib.compress(json.dumps(document).encode())).decode("ascii")
+
+
+def _unpacked(text: str) -> dict[str, object]:
+    document: dict[str, object] = json.loads(zlib.decompress(base64.b85decode(text)))
+    return document
+
+
+def leader_prints(record: FailureRecord) -> bool:
+    """Whether a common verdict can only come from rank 0, which then lives and prints; no other rank need ask."""
+    return not (record.error in GONE and record.rank in (None, LEADER))
+
+
+def turn_to_print(record: FailureRecord, *, rank: int, world_size: int) -> int:
+    """How many ranks that may live come before this one; 0 for the one that prints.
+
+    A rank that was given up as lost and reads that itself comes last: the others have printed by then.
+    """
+    gone = record.rank if record.error in GONE else None
+    if rank == gone:
+        return world_size - 1
+    return rank - (1 if gone is not None and gone < rank else 0)
+
+
+class Spokesman:
+    """Decides, once a load has failed, whether this rank prints the record: the lowest that lives does, alone.
+
+    Where rank 0 is gone, or no verdict came, a rank cannot know who else is: a whole node may have died. So each but
+    the first in turn waits for a mark that the printing one leaves in the store, and prints in its place if none comes.
+    If the store is gone too, it prints the line only: a person may read it twice, a program may not.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def voice(self, record: FailureRecord, *, agreed: bool) -> Voice:
+        """What this rank prints of the failure. `agreed`: the record is the ranks' common verdict. Takes seconds only
+        where rank 0 is gone."""
+        place = self._place
+        if place.meeting is None:
+            return "document"
+        if agreed and leader_prints(record):
+            return "document" if place.rank == LEADER else "none"
+        turn = turn_to_print(record, rank=place.rank, world_size=place.world_size)
+        if record.error == "LostStore":
+            return "document" if turn == 0 or record.rank is None else "none"
+        wait_s = min(turn * WAIT_FOR_LOWER_RANK_S, MAX_WAIT_S)
+        # A thread that may be left behind: a store that is frozen ignores its own time limits.
+        threads = ReadPool(1, name="loader-print")
+        try:
+            asking = asyncio.wrap_future(threads.submit(_claim, place.meeting, wait_s))
+            won = await asyncio.wait_for(asking, wait_s + 2 * _CONNECT_S)
+        except Exception:  # noqa: BLE001 - the store's failures have many classes; all of them mean: gone
+            return "document" if turn == 0 else "line"
+        finally:
+            threads.stop()
+        return "document" if won else "none"
+
+
+def _claim(meeting: Rendezvous, wait_s: float) -> bool:
+    """Waits for another rank's mark; sets this rank's if none came. Whether this rank's mark stands. Blocking."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
+
+    assert isinstance(meeting.store_or_address, str)  # from the environment it always is one
+    host, _, port = meeting.store_or_address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    # The store's client would write several lines to stderr about an address where nobody answers.
+    socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    limit = timedelta(seconds=_CONNECT_S)
+    client = TCPStore(host, int(port), None, is_master=False, timeout=limit, wait_for_workers=False)
+    store = PrefixStore(f"loader_service.cli/{meeting.nonce}", client)
+    until_s = time.monotonic() + wait_s
+    while time.monotonic() < until_s:
+        if store.check(["printed"]):
+            return False
+        time.sleep(0.02)
+    mine = str(meeting.rank)
+    return bytes(store.compare_set("printed", "", mine)) == mine.encode()

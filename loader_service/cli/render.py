@@ -1,0 +1,208 @@
+"""Tables for people, on stdout. Everything shown comes from the same data that `--json` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from loader_service.cli.output import drop_stdout
+from loader_service.config.sizes import format_size
+from loader_service.planning.plan import LoadPlan
+from loader_service.report import LoadReport
+
+_SHADES = " ░▒▓█"
+_MAX_NAMESPACES = 20
+_PLAIN_WIDTH = 160  # where no terminal says how wide it is: nothing is cut off in a log
+
+
+def console() -> Console:
+    """A console on stdout as it is now; wide enough for whole tables where it is not a terminal."""
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers; a column that starts with "<" is text too."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        text = position == 0 or column.startswith("<")
+        made.add_column(column.removeprefix("<"), justify="left" if text else "right", overflow="fold")
+    return made
+
+
+def show(*parts: Table | str) -> None:
+    """Prints tables and lines to stdout; a reader that has gone away is no failure."""
+    try:
+        target = console()
+        for part in parts:
+            target.print(part)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+
+
+def show_checkpoint(described: Mapping[str, object]) -> None:
+    """What `inspecting.describe` found, as tables."""
+    files = cast("Sequence[Mapping[str, int]]", described["files"])
+    path = described["path"]
+    where = escape(path) if isinstance(path, str) else f"{len(files)} files"
+    total = sum(file["bytes"] for file in files)
+    by_file = table(f"Files of {where}", "file", "bytes", "header", "tensors")
+    for file in files:
+        size, header = format_size(file["bytes"]), format_size(file["header_bytes"])
+        by_file.add_row(escape(str(file["name"])), size, header, str(file["tensors"]))
+    parts: list[Table | str] = [by_file]
+    parts.append(_counts("Dtypes", "dtype", cast("Mapping[str, Mapping[str, int]]", described["dtypes"])))
+    parts.append(_counts("Namespaces", "prefix", cast("Mapping[str, Mapping[str, int]]", described["namespaces"])))
+    if "tensor_list" in described:
+        parts.append(_tensors(cast("Sequence[Mapping[str, object]]", described["tensor_list"])))
+    payload = cast("int", described["payload_bytes"])
+    parts.append(
+        f"{described['tensors']} tensors, {format_size(payload)} ({payload} bytes) of payload in {len(files)} files of "
+        f"{format_size(total)}"
+    )
+    parts += [f"note: {escape(note)}" for note in cast("Sequence[str]", described["notes"])]
+    show(*parts)
+
+
+def _counts(title: str, what: str, counts: Mapping[str, Mapping[str, int]]) -> Table:
+    made = table(title, what, "tensors", "bytes")
+    largest = sorted(counts.items(), key=lambda item: -item[1]["bytes"])
+    for name, entry in largest[:_MAX_NAMESPACES]:
+        made.add_row(escape(name), str(entry["tensors"]), format_size(entry["bytes"]))
+    rest = largest[_MAX_NAMESPACES:]
+    if rest:
+        made.add_row(
+            f"and {len(rest)} more",
+            str(sum(entry["tensors"] for _, entry in rest)),
+            format_size(sum(entry["bytes"] for _, entry in rest)),
+        )
+    return made
+
+
+def _tensors(tensors: Sequence[Mapping[str, object]]) -> Table:
+    made = table("Tensors", "name", "<dtype", "<shape", "<file", "<offsets")
+    for tensor in tensors:
+        start, stop = cast("Sequence[int]", tensor["offsets"])
+        made.add_row(
+            escape(str(tensor["name"])),
+            str(tensor["dtype"]),
+            escape(str(tensor["shape"])),
+            escape(str(tensor["file"])),
+            f"{start}:{stop}",
+        )
+    return made
+
+
+def show_load_plan(plan: LoadPlan) -> None:
+    """A plan: a row a rank, what they read together, and the warnings."""
+    files = len(plan.catalog.shards)
+    by_rank = table(
+        f"Plan of load {escape(plan.load)} for {_ranks(plan.world_size)}",
+        "rank",
+        "<coordinates",
+        "tensors",
+        "payload",
+        "read",
+        "reads",
+        f"files of {files}",
+    )
+    total_bytes = 0
+    for rank in range(plan.world_size):
+        own = plan.for_rank(rank)
+        total_bytes += own.read_bytes
+        by_rank.add_row(
+            str(rank),
+            ", ".join(f"{axis} {at}" for axis, at in zip(plan.mesh.axes, plan.mesh.coordinates(rank), strict=True)),
+            str(len(own)),
+            format_size(own.payload_bytes),
+            format_size(own.read_bytes),
+            str(len(own.extents)),
+            str(len(set(own.extent_shard.tolist()))),
+        )
+    all_bytes = int((plan.catalog.stops - plan.catalog.starts).sum())
+    share = f", {total_bytes / all_bytes:.2f} times its payload" if all_bytes else ""
+    show(
+        by_rank,
+        *shares_of_files(plan),
+        f"All ranks together read {format_size(total_bytes)} of a checkpoint of {format_size(all_bytes)}{share}.",
+        f"catalog {plan.catalog.digest}",
+        f"plan    {plan.digest}",
+        *(f"warning: {escape(warning)}" for warning in plan.warnings),
+    )
+
+
+def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16) -> list[str]:
+    """A strip of shades a rank: one cell a shard, the darker the more of it the rank reads. Empty if too large."""
+    shards = plan.catalog.shards
+    if len(shards) > max_files or plan.world_size > max_ranks:
+        return []
+    lines = []
+    for rank in range(plan.world_size):
+        own = plan.for_rank(rank)
+        read = [0] * len(shards)
+        for shard, start, stop in zip(
+            own.extent_shard.tolist(), own.extent_start.tolist(), own.extent_stop.tolist(), strict=True
+        ):
+            read[shard] += stop - start
+        payload = [shard.identity.size_bytes - shard.header_bytes for shard in shards]
+        cells = "".join(_shade(part, whole) for part, whole in zip(read, payload, strict=True))
+        lines.append(f"{plan.load} rank {rank}  |{cells}|  shards, darker where more is read")
+    return lines
+
+
+def _shade(part: int, whole: int) -> str:
+    """The lightest shade for any byte at all, full for (nearly) all of them."""
+    if part == 0 or whole == 0:
+        return _SHADES[0] * 2
+    return _SHADES[min(4, 1 + int(4 * part / whole * 0.999))] * 2
+
+
+def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
+    """What a load did, a row a rank; policies, fallbacks and warnings once."""
+    documents = [report.as_dict() if isinstance(report, LoadReport) else report for report in reports]
+    first = documents[0]
+    by_rank = table(
+        f"Load {escape(str(first['load']))} on {_ranks(len(documents))}",
+        "rank",
+        "tensors",
+        "payload",
+        "read",
+        "files",
+        "peak staging",
+        "seconds",
+        "GiB/s",
+        "<verified",
+    )
+    for document in documents:
+        by_rank.add_row(
+            str(document["rank"]),
+            str(document["tensors"]),
+            format_size(cast("int", document["payload_bytes"])),
+            format_size(cast("int", document["read_bytes"])),
+            str(document["files_opened"]),
+            format_size(cast("int", document["peak_staging_bytes"])),
+            f"{cast('float', document['seconds']):.3f}",
+            f"{cast('float', document['gib_per_s']):.2f}",
+            {True: "yes", False: "no", None: "not asked for"}[cast("bool | None", document["verified"])],
+        )
+    policies = cast("Mapping[str, Mapping[str, str]]", first["policies"])
+    lines = [
+        f"{name}: {outcome['effective']} ({outcome['requested']} was asked for: {outcome['reason']})"
+        for name, outcome in policies.items()
+        if outcome["requested"] != outcome["effective"]
+    ]
+    for kind, key in (("fallback", "fallbacks"), ("warning", "warnings")):
+        said = dict.fromkeys(text for document in documents for text in cast("Sequence[str]", document[key]))
+        lines += [f"{kind}: {text}" for text in said]
+    show(by_rank, *map(escape, lines))
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

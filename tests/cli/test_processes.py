@@ -1,0 +1,187 @@
+"""Real processes: exit codes, signals, ranks that meet, fail and die. Torch's import makes each cost seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.support import (
+    NO_SLOW_NAMES,
+    ROOT,
+    CommandLine,
+    Fault,
+    start_ranks,
+    wait_until,
+    write_config,
+    write_small_checkpoint,
+)
+
+pytestmark = pytest.mark.processes
+
+QUICK: dict[str, Any] = {"agreement": {"timeout_s": 3, "start_timeout_s": 60, "grace_s": 0.2}}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_small_checkpoint(tmp_path / "checkpoint")
+
+
+def test_ranks_under_torchrun_verify_and_write_manifests(tmp_path: Path, checkpoint: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", "-m", "loader_service", "load", str(config), "--load", "all", "--verify"]
+    command += ["--json", "--manifest", str(tmp_path / "m.json")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **NO_SLOW_NAMES}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    reports = json.loads(ended.stdout)["ranks"]
+    assert [(report["rank"], report["world_size"], report["verified"]) for report in reports] == [
+        (0, 2, True),
+        (1, 2, True),
+    ]
+    stored = {**load_file(checkpoint / "a.safetensors"), **load_file(checkpoint / "b.safetensors")}
+    whole = ["scale", "nothing", "down.scale", "draft.norm"]
+    for rank, (rows, columns) in enumerate((((0, 3), (0, 3)), ((3, 7), (3, 7)))):
+        expected = {name: stored[name] for name in [*whole, f"experts.{rank}.w"]}
+        expected["embed.weight"] = stored["embed.weight"][slice(*rows)]
+        expected["down.weight"] = stored["down.weight"][:, slice(*columns)]
+        manifest = json.loads((tmp_path / f"m.rank{rank}.json").read_text())
+        assert manifest.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert manifest[name]["shape"] == list(tensor.shape)
+            data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+            assert manifest[name]["sha256"] == hashlib.sha256(data).hexdigest(), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_load_with_a_read_that_never_returns(
+    number: signal.Signals, tmp_path: Path, checkpoint: Path
+) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, **QUICK)
+    mark = tmp_path / "mark"
+    process = CommandLine(["load", str(config), "--load", "all", "--json"], {}, Fault("never returns", mark), tmp_path)
+    wait_until(mark.exists)
+    process.send_signal(number)
+    ended = process.end()
+    assert ended.code == 130
+    assert ended.document["error"] == "LoadCancelledError"
+    assert "Traceback" not in ended.err
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, checkpoint: Path) -> None:
+    patient: dict[str, Any] = {"agreement": {"timeout_s": 300, "start_timeout_s": 300, "grace_s": 300}}
+    config = write_config(tmp_path / "config.yaml", checkpoint, **patient)
+    mark = tmp_path / "mark"
+    process = CommandLine(["load", str(config), "--load", "all", "--json"], {}, Fault("never returns", mark), tmp_path)
+    wait_until(mark.exists)
+
+    def interrupted_until_it_ends() -> bool:  # signals of one kind merge while they are pending: two must be taken
+        process.send_signal(signal.SIGINT)
+        return not process.running
+
+    wait_until(interrupted_until_it_ends)
+    assert process.end().code == 130
+
+
+def test_a_failing_read_on_one_rank_ends_both_and_rank_0_alone_says_so(tmp_path: Path, checkpoint: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, reads={"retries": 1}, **QUICK)
+    args = ["load", str(config), "--load", "all", "--json"]
+    processes = start_ranks([args, args], tmp_path, faults={1: Fault("input/output error")})
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 5), first.err + second.err
+    record = first.document
+    assert (record["error"], record["rank"], record["phase"], record["errno"]) == ("ReadError", 1, "read", 5)
+    assert second.out == ""
+    assert first.err.count("rank 1 failed") == 1
+    assert "rank 1 failed" not in second.err
+
+
+def test_a_rank_that_prints_and_is_then_stopped_by_its_launcher_keeps_its_code(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, agreement={"timeout_s": 3, "grace_s": 2})
+    args = ["load", str(config), "--load", "all", "--json"]
+    faults = {0: Fault("never returns"), 1: Fault("input/output error")}
+    first, second = start_ranks([args, args], tmp_path, faults=faults)
+    wait_until(lambda: first.printed() != "")
+    assert "did not return" not in first.logged()  # it says so before the read in flight was waited for
+    first.send_signal(signal.SIGTERM)
+    ended = first.end()
+    assert (ended.code, ended.document["error"]) == (4, "ReadError")
+    assert "did not return" in ended.err
+    assert second.end().code == 5
+
+
+def test_a_configuration_that_is_wrong_on_one_rank_only(tmp_path: Path, checkpoint: Path) -> None:
+    good = write_config(tmp_path / "good.yaml", checkpoint, ranks=2, **QUICK)
+    bad = write_config(tmp_path / "bad.yaml", checkpoint, ranks=2, nonsense=1)
+    processes = start_ranks([["load", str(path), "--load", "all", "--json"] for path in (good, bad)], tmp_path)
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 2), first.err + second.err
+    assert (first.document["error"], first.document["rank"]) == ("ConfigError", 1)
+    assert "nonsense" in first.document["message"]
+    assert second.out == ""
+
+
+def test_ranks_with_different_configurations_name_the_difference_once(tmp_path: Path, checkpoint: Path) -> None:
+    one = write_config(tmp_path / "one.yaml", checkpoint, ranks=2, **QUICK)
+    other = write_config(tmp_path / "other.yaml", checkpoint, ranks=2, loads={"all": {"skip": ["scale"]}}, **QUICK)
+    processes = start_ranks([["load", str(path), "--load", "all", "--json"] for path in (one, other)], tmp_path)
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 4), first.err + second.err
+    assert first.document["error"] == "AgreementError"
+    assert "loads.all.skip" in first.document["message"]
+    assert second.out == ""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_by_the_lowest_that_lives(victim: int, tmp_path: Path, checkpoint: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=3, **QUICK)
+    args = ["load", str(config), "--load", "all", "--json"]
+    marks = [tmp_path / f"mark{rank}" for rank in range(3)]
+    faults = {rank: Fault("never returns", mark) for rank, mark in enumerate(marks)}
+    processes = start_ranks([args] * 3, tmp_path, faults=faults)
+    wait_until(lambda: all(mark.exists() for mark in marks))
+    processes[victim].send_signal(signal.SIGKILL)
+    ended = [process.end() for process in processes]
+    assert ended[victim].code == -signal.SIGKILL
+    speaker = min({0, 1, 2} - {victim})
+    for rank in {0, 1, 2} - {victim}:
+        assert ended[rank].code == 4, ended[rank].err
+        assert (ended[rank].out != "") == (rank == speaker)
+    assert ended[speaker].document["rank"] == victim
+
+
+def test_a_signal_to_one_rank_is_130_there_and_4_on_the_other(tmp_path: Path, checkpoint: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, **QUICK)
+    args = ["load", str(config), "--load", "all", "--json"]
+    mark = tmp_path / "mark"
+    faults = {0: Fault("never returns"), 1: Fault("never returns", mark)}
+    processes = start_ranks([args, args], tmp_path, faults=faults)
+    wait_until(mark.exists)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 130), first.err + second.err
+    assert (first.document["error"], first.document["rank"]) == ("LoadCancelledError", 1)
+    assert second.out == ""
+
+
+def test_a_difference_on_one_rank_fails_the_verification_on_both(tmp_path: Path, checkpoint: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, **QUICK)
+    args = ["load", str(config), "--load", "all", "--verify", "--json"]
+    processes = start_ranks([args, args], tmp_path, faults={1: Fault("flips a bit")})
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 3), first.err + second.err
+    assert (first.document["error"], first.document["rank"]) == ("CheckpointError", 1)
+    assert first.document["tensor"] is not None
+    assert second.out == ""

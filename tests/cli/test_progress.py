@@ -1,0 +1,65 @@
+"""Progress goes to stderr: a bar for a person who watches, a line now and then for a log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from loader_service.cli import app, progress
+from tests.cli.support import write_config, write_small_checkpoint
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_one_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path / "c.yaml", write_small_checkpoint(tmp_path / "checkpoint"))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert app.run(["load", str(config), "--load", "all", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 8
+    assert "load all" in terminal.getvalue()
+    assert "8 tensors" in terminal.getvalue()
+
+
+class TestLines:
+    @pytest.fixture
+    def now_s(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        now = [100.0]
+        monkeypatch.setattr("time.monotonic", lambda: now[0])
+        return now
+
+    def test_a_line_comes_at_most_every_few_seconds_also_when_nothing_moves(
+        self, now_s: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        lines = progress.progress_of("target", shown=True)
+        lines.begin(4 << 30)
+        lines.advance(1 << 30)
+        lines.tick()
+        assert caplog.messages == []
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        lines.tick()
+        assert caplog.messages == ["load 'target': 1GiB of 4GiB in 1 tensors, 0.20 GiB/s"]
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        assert len(caplog.messages) == 2
+
+    def test_other_ranks_say_nothing(self, now_s: list[float], caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        silent = progress.progress_of("target", shown=False)
+        silent.begin(10)
+        now_s[0] += 100
+        silent.tick()
+        assert caplog.messages == []

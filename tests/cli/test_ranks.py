@@ -1,0 +1,145 @@
+"""Who prints a failure, and how reports come together, with a real store and ranks that share one loop."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
+
+from loader_service.agreement.group import Rendezvous
+from loader_service.cli import ranks
+from loader_service.cli.ranks import Place, Spokesman, gather, place_from, turn_to_print
+from loader_service.config.schema import AgreementConfig
+from loader_service.errors import ConfigError, FailureRecord, RankFailure
+
+READ_FAILED = FailureRecord("ReadError", "no luck", 1, "read")
+RANK_0_DIED = FailureRecord("LostRank", "no sign of life", 0, "read")
+STORE_OF_RANK_0_DIED = FailureRecord("LostStore", "connection reset", 0, "read")
+STORE_DIED = FailureRecord("LostStore", "connection reset", None, "read")
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+
+
+def places(server: TCPStore, world_size: int, nonce: str) -> list[Place]:
+    address = f"127.0.0.1:{server.port}"
+    return [
+        Place(rank, world_size, Rendezvous(address, rank, world_size, nonce, served=True)) for rank in range(world_size)
+    ]
+
+
+def unreachable(world_size: int) -> list[Place]:
+    """Places whose store is not there: nothing listens on the discard port."""
+    return [
+        Place(rank, world_size, Rendezvous("127.0.0.1:9", rank, world_size, "none", served=True))
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        (READ_FAILED, [0, 1, 2]),
+        (RANK_0_DIED, [2, 0, 1]),
+        (FailureRecord("LostRank", "gone", 1), [0, 2, 1]),
+        (STORE_DIED, [0, 1, 2]),
+        (FailureRecord("AgreementError", "they differ", None), [0, 1, 2]),
+    ],
+    ids=["a failing rank lives", "rank 0 died", "rank 1 died", "nobody is named", "ranks differ"],
+)
+def test_turns_to_print_leave_out_the_dead(record: FailureRecord, turns: list[int]) -> None:
+    assert [turn_to_print(record, rank=rank, world_size=3) for rank in range(3)] == turns
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (READ_FAILED, True),
+        (FailureRecord("LostRank", "gone", 1), True),
+        (FailureRecord("ReadError", "no luck", 0), True),
+        (RANK_0_DIED, False),
+        (STORE_DIED, False),
+    ],
+    ids=["a rank failed", "a rank died", "rank 0 failed", "rank 0 died", "the store died"],
+)
+def test_a_verdict_of_a_living_leader_is_printed_by_it(record: FailureRecord, expected: bool) -> None:
+    assert ranks.leader_prints(record) is expected
+
+
+async def test_a_common_verdict_is_printed_by_rank_0_without_asking_anyone() -> None:
+    nowhere = unreachable(3)
+    voices = [await Spokesman(place).voice(READ_FAILED, agreed=True) for place in nowhere]
+    assert voices == ["document", "none", "none"]
+
+
+async def test_without_a_verdict_the_first_rank_alone_prints(server: TCPStore) -> None:
+    all_ranks = places(server, 4, "all")
+    voices = await asyncio.gather(*(Spokesman(place).voice(READ_FAILED, agreed=False) for place in all_ranks))
+    assert voices == ["document", "none", "none", "none"]
+
+
+async def test_a_rank_that_finds_nobody_before_it_prints(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "WAIT_FOR_LOWER_RANK_S", 0.2)
+    living = places(server, 4, "half")[2:]  # ranks 0 and 1 died, the verdict names rank 0
+    voices = await asyncio.gather(*(Spokesman(place).voice(RANK_0_DIED, agreed=True) for place in living))
+    assert voices == ["document", "none"]
+
+
+async def test_without_a_store_what_is_known_decides() -> None:
+    nowhere = unreachable(3)
+
+    async def voices(record: FailureRecord, *, agreed: bool) -> list[str]:
+        return [await Spokesman(place).voice(record, agreed=agreed) for place in nowhere]
+
+    assert (await voices(STORE_OF_RANK_0_DIED, agreed=True))[1:] == ["document", "none"]
+    assert await voices(STORE_DIED, agreed=True) == ["document"] * 3
+    assert await voices(READ_FAILED, agreed=False) == ["document", "line", "line"]
+
+
+async def test_one_rank_alone_prints() -> None:
+    assert await Spokesman(Place(0, 1, None)).voice(READ_FAILED, agreed=False) == "document"
+
+
+async def test_reports_come_together_in_rank_order(server: TCPStore) -> None:
+    own = [{"rank": rank, "files_read": [f"{rank}-{i}" for i in range(5000)]} for rank in range(3)]
+    gathered = await asyncio.gather(
+        *(
+            gather(place, document, AgreementConfig(timeout_s=20.0))
+            for place, document in zip(places(server, 3, "reports"), own, strict=True)
+        )
+    )
+    assert gathered == [own, own, own]
+
+
+async def test_a_report_that_never_comes_names_its_rank(server: TCPStore) -> None:
+    first = places(server, 2, "absent")[0]
+    with pytest.raises(RankFailure) as caught:
+        await gather(first, {"rank": 0}, AgreementConfig(timeout_s=0.5, grace_s=0.2))
+    assert caught.value.rank == 1
+
+
+async def test_a_rank_that_cannot_open_its_load_tells_the_others(server: TCPStore) -> None:
+    both = places(server, 2, "refused")
+    error = ConfigError("no such key")
+    verdicts = await asyncio.gather(*(ranks.tell_others(place, "all", error) for place in both))
+    assert [verdict.record().error for verdict in verdicts if verdict is not None] == ["ConfigError"] * 2
+    assert {verdict.rank for verdict in verdicts if verdict is not None} == {0}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, (0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, (3, 4)),
+    ],
+    ids=["nothing", "one", "four"],
+)
+def test_the_place_comes_from_the_launcher(environ: dict[str, str], expected: tuple[int, int]) -> None:
+    place = place_from(environ)
+    assert (place.rank, place.world_size) == expected
+    assert place.alone == (place.world_size == 1)

@@ -1,0 +1,296 @@
+"""Ranks that differ stop together before any payload byte, with the first difference named; some may differ."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loader_service as ls
+from loader_service.config.schema import ServiceConfig
+from tests.e2e.seats import Seat, all_of, errors, make_seats, payload_reads, values
+from tests.support.checkpoints import Checkpoint, assert_same, write_checkpoint
+from tests.support.shards import pattern_bytes, write_index, write_shard
+
+BASE: dict[str, Any] = {
+    "mesh": {"pp": 1, "tp": 3},
+    "loads": {
+        "target": {
+            "skip": ["mtp.*"],
+            "rules": [{"match": "layers.*", "split": {"axis": "tp", "dim": 0}}],
+        },
+        "draft": {"key_prefixes": ["mtp.0", "mtp.1"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("agreed")
+    made = write_checkpoint(
+        folder,
+        {
+            "a.safetensors": {"layers.0.w": ("F32", (30, 4)), "layers.1.w": ("F32", (30, 4)), "norm": ("F32", (8,))},
+            "b.safetensors": {"mtp.0.w": ("BF16", (6, 4)), "mtp.1.w": ("BF16", (6, 4))},
+        },
+    )
+    write_index(folder, made.shard_of)
+    return made
+
+
+def changed(base: Mapping[str, Any], *path: str | int, value: object) -> dict[str, Any]:
+    """A deep copy of plain data with the value at `path` replaced."""
+
+    def copy(node: Any, rest: tuple[str | int, ...]) -> Any:
+        if not rest:
+            return value
+        if isinstance(node, list):
+            return [copy(item, rest[1:]) if number == rest[0] else item for number, item in enumerate(node)]
+        return {**node, rest[0]: copy(node.get(rest[0], {}), rest[1:])}
+
+    made: dict[str, Any] = copy(base, path)
+    return made
+
+
+def config_of(folder: Path, document: Mapping[str, Any]) -> ServiceConfig:
+    checkpoint = {"path": str(folder), **document.get("checkpoint", {})}
+    return ls.config_from_dict({**document, "checkpoint": checkpoint})
+
+
+async def open_all(
+    seats: list[Seat],
+    configs: list[ServiceConfig],
+    *,
+    loads: list[str] | None = None,
+    coords: list[dict[str, int] | None] | None = None,
+) -> list[object]:
+    async def work(seat: Seat) -> None:
+        mine = coords[seat.rank] if coords is not None else None
+        async with seat.service(configs[seat.rank], mine) as service:
+            async with service.open(loads[seat.rank] if loads is not None else "target") as load:
+                async for _ in load:
+                    pass
+
+    return list(await all_of(seats, work))
+
+
+def assert_disagreement(seats: list[Seat], results: list[object], phase: str, words: list[str]) -> None:
+    """Every rank raises the same AgreementError, which has all these words, and no payload was read anywhere."""
+    found = errors(results)
+    for seat, error in zip(seats, found, strict=True):
+        assert type(error) is ls.AgreementError, error
+        assert error.exit_code == 4
+        assert error.phase == phase
+        for word in words:
+            assert word in str(error)
+        assert not payload_reads(seat.storage)
+    assert len({str(error) for error in found}) == 1
+
+
+TARGET = ("loads", "target")
+SPLIT = (*TARGET, "rules", 0, "split")
+DIFFERENT = [
+    pytest.param((*SPLIT, "dim"), 1, ["loads.target.rules[0].split.dim is 0 and 1"], id="rule value"),
+    pytest.param((*SPLIT, "align"), 2, ["rules[0].split.align is not set and 2"], id="one more key of a rule"),
+    pytest.param((*TARGET, "rules"), [], ["loads.target.rules[0] is {", "and not set"], id="one rule less"),
+    pytest.param((*TARGET, "skip"), ["mtp.1.*"], ['loads.target.skip is ["mtp.*"] and ["mtp.1.*"]'], id="skip"),
+    pytest.param((*TARGET, "key_prefixes"), ["layers"], ["key_prefixes is not set and", "layers."], id="prefixes"),
+    pytest.param((*TARGET, "on_no_match"), "read_all", ['on_no_match is "error" and "read_all"'], id="on_no_match"),
+    pytest.param((*TARGET, "raw_dtypes"), True, ["raw_dtypes is false and true"], id="raw_dtypes"),
+    pytest.param(("mesh",), {"tp": 3, "pp": 1}, ["mesh is", '["pp", 1]', '["tp", 3]'], id="order of the mesh"),
+    pytest.param(("reads",), {"coalesce_gap_bytes": 0}, ["coalesce_gap_bytes is 262144 and 0"], id="coalescing"),
+    pytest.param(("reads",), {"sharing": "none"}, ['sharing is "auto" and "none"'], id="sharing"),
+    pytest.param(("checkpoint",), {"index": "ignore"}, ['index is "advisory" and "ignore"'], id="index mode"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), DIFFERENT)
+async def test_different_configurations_stop_all_ranks(
+    checkpoint: Checkpoint, path: tuple[str | int, ...], value: object, words: list[str]
+) -> None:
+    base, other = (config_of(checkpoint.folder, document) for document in (BASE, changed(BASE, *path, value=value)))
+    seats = make_seats(3)
+    results = await open_all(seats, [base, base, other])
+    counts = ["ranks 0 and 2 differ in config", "2 of 3 ranks have rank 0's, 1 of 3 ranks have rank 2's"]
+    assert_disagreement(seats, results, "config", [*words, *counts])
+    assert all(not seat.storage.reads for seat in seats), "not even a header was read"
+
+
+async def test_the_leader_may_be_the_one_that_differs(checkpoint: Checkpoint) -> None:
+    base = config_of(checkpoint.folder, BASE)
+    other = config_of(checkpoint.folder, changed(BASE, *SPLIT, "dim", value=1))
+    seats = make_seats(3)
+    words = ["ranks 1 and 0 differ", "split.dim is 0 and 1", "2 of 3 ranks have rank 1's"]
+    assert_disagreement(seats, await open_all(seats, [other, base, base]), "config", words)
+
+
+async def test_ranks_that_open_different_loads_stop(checkpoint: Checkpoint) -> None:
+    seats = make_seats(3)
+    results = await open_all(seats, [config_of(checkpoint.folder, BASE)] * 3, loads=["target", "draft", "target"])
+    assert_disagreement(seats, results, "config", ['load is "target" and "draft"', "ranks 0 and 1"])
+
+
+async def test_coords_on_some_ranks_only_stop_all(checkpoint: Checkpoint) -> None:
+    seats = make_seats(3)
+    results = await open_all(
+        seats,
+        [config_of(checkpoint.folder, BASE)] * 3,
+        coords=[{"pp": 0, "tp": 0}, None, {"pp": 0, "tp": 1}],
+    )
+    assert_disagreement(seats, results, "config", ["coords is", "given", "not set", "1 of 3 ranks have rank 1's"])
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def extra_shard(folder: Path) -> None:
+    write_shard(folder / "c.safetensors", {"other": ("U8", (4,), b"abcd")})
+
+
+def missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "b.safetensors").unlink()
+
+
+def other_payload_size(folder: Path) -> None:
+    write_shard(
+        folder / "b.safetensors", {"mtp.0.w": ("BF16", (6, 4), bytes(48)), "mtp.1.w": ("BF16", (7, 4), bytes(56))}
+    )
+
+
+def replace_in_header(folder: Path, old: bytes, new: bytes) -> None:
+    assert len(old) == len(new)
+    path = folder / "a.safetensors"
+    data = path.read_bytes()
+    assert data.count(old) >= 1
+    path.write_bytes(data.replace(old, new, 1))
+
+
+def other_dtype(folder: Path) -> None:
+    path = folder / "a.safetensors"
+    before = path.stat().st_size
+    replace_in_header(folder, b'"layers.0.w":{"dtype":"F32"', b'"layers.0.w":{"dtype":"I32"')
+    assert path.stat().st_size == before
+
+
+def other_shape(folder: Path) -> None:
+    replace_in_header(folder, b'"shape":[30,4],"data_offsets":[480', b'"shape":[60,2],"data_offsets":[480')
+
+
+def other_order(folder: Path) -> None:
+    """The same names, dtypes and shapes; the two layers' bytes have changed places."""
+    data = {name: ("F32", (30, 4), pattern_bytes(480, seed)) for seed, name in enumerate(("layers.1.w", "layers.0.w"))}
+    write_shard(folder / "a.safetensors", {**data, "norm": ("F32", (8,), bytes(32))})
+
+
+def other_spelling(folder: Path) -> None:
+    replace_in_header(folder, b'"norm":{"dtype":"F32","shape":[8],', b'"norm":{"shape":[8],"dtype":"F32",')
+
+
+CHECKPOINTS = [
+    pytest.param(extra_shard, ["'c.safetensors'", "not on", "(2 and 3 in all)"], id="one more file"),
+    pytest.param(missing_shard, ["'b.safetensors'", "not on", "(2 and 1 in all)"], id="one file less"),
+    pytest.param(other_payload_size, ["'b.safetensors'", "size in bytes is", " and "], id="size"),
+    pytest.param(other_dtype, ["'a.safetensors'", "'layers.0.w'", "dtype is F32", "and I32"], id="dtype, same size"),
+    pytest.param(
+        other_shape, ["'a.safetensors'", "'layers.1.w'", "shape is [30, 4]", "[60, 2]"], id="shape, same size"
+    ),
+    pytest.param(other_order, ["'a.safetensors'", "'layers.0.w'", "another order"], id="order in the file"),
+    pytest.param(other_spelling, ["'a.safetensors'", "metadata or spelling"], id="spelling of the header"),
+]
+
+
+def copy_of(checkpoint: Checkpoint, folder: Path) -> Path:
+    shutil.copytree(checkpoint.folder, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("change", "words"), CHECKPOINTS)
+async def test_different_checkpoints_stop_all_ranks_before_any_payload(
+    checkpoint: Checkpoint, tmp_path: Path, change: Callable[[Path], None], words: list[str]
+) -> None:
+    base = config_of(checkpoint.folder, BASE)
+    folder = copy_of(checkpoint, tmp_path / "differs")
+    change(folder)
+    seats = make_seats(3)
+    results = await open_all(seats, [base, base, config_of(folder, BASE)])
+    assert_disagreement(seats, results, "catalog", [*words, "ranks 0 and 2 differ in catalog", "2 of 3 ranks"])
+
+
+@pytest.mark.parametrize(
+    ("own_names", "words"),
+    [
+        pytest.param(False, "shard 'x.safetensors' is on one rank and not on another", id="between whole files"),
+        pytest.param(True, "their index files decide otherwise", id="between copies of one tensor"),
+    ],
+)
+async def test_an_index_that_decides_otherwise_stops_all_ranks(tmp_path: Path, own_names: bool, words: str) -> None:
+    """Equal files, two of which hold the same name; the index says which one counts, and differs."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, holder in zip(folders, ("x.safetensors", "y.safetensors"), strict=True):
+        weight_map = {"w": holder}
+        for name in ("x.safetensors", "y.safetensors"):
+            own = {name[0]: ("U8", (1,), b"z")} if own_names else {}
+            write_shard(folder / name, {"w": ("U8", (4,), b"abcd"), **own})
+            weight_map.update(dict.fromkeys(own, name))
+        write_index(folder, weight_map)
+    document: dict[str, Any] = {"loads": {"target": {}}}
+    seats = make_seats(2)
+    results = await open_all(seats, [config_of(folder, document) for folder in folders])
+    assert_disagreement(seats, results, "catalog", ["ranks 0 and 1 differ in catalog", words])
+
+
+# What may differ -----------------------------------------------------------------------------------------------------
+
+
+async def test_local_matters_may_differ(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Paths, threads, pinning, staging, chunks, retries and time limits are each rank's own."""
+    elsewhere = copy_of(checkpoint, tmp_path / "elsewhere")
+    listed = [str(elsewhere / "b.safetensors"), str(elsewhere / "a.safetensors")]
+    documents: list[dict[str, Any]] = [
+        {**BASE, "reads": {"threads": 1, "chunk_bytes": 64, "retries": 0, "stuck_after_s": 7}},
+        {**BASE, "staging": {"capacity_bytes": 4096, "pin": "never"}, "checkpoint": {"path": str(elsewhere)}},
+        {**BASE, "agreement": {"timeout_s": 9, "grace_s": 3}, "checkpoint": {"path": listed}},
+    ]
+    assert_loads_alike(checkpoint, await load_all(checkpoint, documents))
+
+
+async def test_different_spellings_of_the_same_are_no_difference(checkpoint: Checkpoint) -> None:
+    """Defaults written out, the dot of a prefix, one axis as a list, the order of keys."""
+    rules: list[list[dict[str, Any]]] = [
+        [{"match": "mtp.*", "assign": {"axis": "tp", "index": r"mtp\.(\d+)\."}}],
+        [{"assign": {"how": "block", "index": r"mtp\.(\d+)\.", "axis": ["tp"]}, "match": "mtp.*"}],
+        [{"match": "mtp.*", "assign": {"index": r"mtp\.(\d+)\.", "axis": "tp"}}],
+    ]
+    loads: list[dict[str, Any]] = [
+        {"key_prefixes": ["mtp.0", "mtp.1"]},
+        {"key_prefixes": ["mtp.0.", "mtp.1"], "on_no_match": "error", "skip": []},
+        {"raw_dtypes": False, "key_prefixes": ["mtp.0", "mtp.1."]},
+    ]
+    documents = [
+        changed(BASE, "loads", "draft", value={**load, "rules": own}) for load, own in zip(loads, rules, strict=True)
+    ]
+    documents[1]["reads"] = {"coalesce_gap_bytes": "256KiB", "sharing": "auto"}
+    taken = await load_all(checkpoint, documents, "draft")
+    assert [sorted(names) for names in taken] == [[], ["mtp.0.w"], ["mtp.1.w"]]
+
+
+async def load_all(
+    checkpoint: Checkpoint, documents: list[dict[str, Any]], load_name: str = "target"
+) -> list[dict[str, Any]]:
+    async def work(seat: Seat) -> dict[str, Any]:
+        document = {"checkpoint": {"path": str(checkpoint.folder)}, **documents[seat.rank]}
+        async with seat.service(ls.config_from_dict(document)) as service, service.open(load_name) as load:
+            return {name: tensor async for name, tensor in load}
+
+    return values(await all_of(make_seats(len(documents)), work))
+
+
+def assert_loads_alike(checkpoint: Checkpoint, ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert sorted(found) == ["layers.0.w", "layers.1.w", "norm"]
+        assert_same(found["layers.1.w"], checkpoint.tensor("layers.1.w")[10 * rank : 10 * rank + 10])
+        assert_same(found["norm"], checkpoint.tensor("norm"))
