@@ -178,7 +178,8 @@ def test_a_process_that_is_killed_is_named_by_all_survivors(
     assert victim.exitcode == -number
     for outcome in survivors:
         name, _, rank, phase, _ = failure_of(outcome)
-        assert (name, rank, phase) == ("RankFailure", who, "read"), outcome.error
+        assert (name, rank) == ("RankFailure", who), outcome.error
+        assert phase in {"open", "read"}, "a survivor may just be waiting for the verdict that opens the load"
 
 
 @pytest.mark.parametrize(
