@@ -328,13 +328,14 @@ class TestFailures:
         assert (code, record["error"], record["tensor"]) == (3, "CheckpointError", "experts.1.w")
         assert "1 of 20 bytes differ, the first at byte 9" in line
 
-    def test_a_read_that_fails(self, config: Path, capsys: Capture) -> None:
+    def test_a_read_that_fails(self, tmp_path: Path, checkpoint: Path, capsys: Capture) -> None:
+        # One thread: of several reads that fail at once, it is not certain which is told.
+        config = write_config(tmp_path / "one.yaml", checkpoint, reads={"threads": 1})
         with payload_fault(Fault("input/output error")):
             code, record, _ = self.fail(["load", str(config), "--load", "all"], capsys)
         assert (code, record["error"], record["errno"], record["phase"]) == (5, "ReadError", 5, "read")
-        # The two files are read at once: the first error that comes back is told, with its own tensor and file.
-        told = (record["tensor"], Path(str(record["path"])).name)
-        assert told in {("embed.weight", "a.safetensors"), ("down.weight", "b.safetensors")}
+        assert record["tensor"] == "embed.weight"
+        assert str(record["path"]).endswith("a.safetensors")
 
     def test_pinned_memory_that_cannot_be_had(self, tmp_path: Path, checkpoint: Path, capsys: Capture) -> None:
         if torch.cuda.is_available():

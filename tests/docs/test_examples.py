@@ -1,0 +1,130 @@
+"""The examples in README and docs run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+
+import pytest
+import yaml
+
+import loader_service as ls
+from loader_service.cli.app import run
+from loader_service.cli.demo_checkpoint import make_demo_checkpoint
+from tests.docs.documents import ROOT, Block, blocks
+
+CHECKPOINT_BYTES = 3_000_000
+LOADS = {"target": {"skip": ["mtp.*"]}, "draft": {"key_prefixes": ["mtp.0.", "mtp.1."]}}
+API = "docs/python-api.md"
+FIRST, *OTHERS = blocks(API, "python")
+DRAFT_TENSORS = 66
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the documents assume it: the demo's checkpoint and configuration, and a configuration of one rank."""
+    folder = tmp_path_factory.mktemp("documents")
+    make_demo_checkpoint(folder / ".demo/checkpoint", total_bytes=CHECKPOINT_BYTES)
+    (folder / ".demo/demo.yaml").write_text((ROOT / "loader_service/cli/demo.yaml").read_text())
+    (folder / "checkpoint").symlink_to(folder / ".demo/checkpoint")
+    for name in ("model.yaml", "one-rank.yaml"):
+        (folder / name).write_text(yaml.safe_dump({"checkpoint": {"path": "checkpoint"}, "loads": LOADS}))
+    return folder
+
+
+def compiled(block: Block, document: str) -> CodeType:
+    """The block as a module that may await, its lines numbered as in the document."""
+    text = "\n" * (block.line - 1) + block.text
+    code = compile(text, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert isinstance(code, CodeType)
+    return code
+
+
+def execute(block: Block, document: str, names: dict[str, object]) -> None:
+    code = compiled(block, document)
+    outcome = eval(code, names)  # a coroutine if the block awaits anything, else it has run
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(outcome)
+
+
+@pytest.mark.parametrize("block", [FIRST, *OTHERS], ids=lambda block: f"line-{block.line}")
+def test_an_api_example_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {}
+    execute(FIRST, API, names)
+    if block is not FIRST:
+        execute(block, API, names)
+
+
+def test_the_api_examples_use_every_form_of_consumption() -> None:
+    text = "".join(block.text for block in OTHERS)
+    for form in ("load.batches()", "load.into(", "ls.iter_weights(", "LoaderService.blocking(", "service.plan("):
+        assert form in text, form
+
+
+def test_the_readme_program_reads_only_the_draft(folder: Path) -> None:
+    (program,) = blocks("README.md", "python")
+    ended = subprocess.run(
+        [sys.executable, "-c", program.text],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert ended.returncode == 0, ended.stderr
+    *tensors, summary = ended.stdout.splitlines()
+    assert len(tensors) == DRAFT_TENSORS
+    assert all(line.startswith(("mtp.0.", "mtp.1.")) for line in tensors)
+    assert summary.startswith(f"{DRAFT_TENSORS} tensors, ")
+    assert summary.endswith("('model-00003-of-00005.safetensors', 'model-00004-of-00005.safetensors')")
+    assert "Traceback" not in ended.stderr
+
+
+def commands(document: str, program: str) -> list[list[str]]:
+    """The arguments of a program wherever it is called in a document's shell blocks."""
+    lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+    return [line[1:] for line in words if line and line[0] == program]
+
+
+README_COMMANDS = [args for args in commands("README.md", "loader-service") if args != ["demo"]]
+
+
+@pytest.mark.parametrize("args", README_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_a_readme_command_runs(
+    args: list[str], more: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert run([*args, *more]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {args[0] for args in commands("README.md", "loader-service")}
+    assert shown == {"inspect", "plan", "load", "demo", "schema"}
+
+
+def test_the_torchrun_line_names_what_the_demo_makes() -> None:
+    (line,) = commands("README.md", ".venv/bin/torchrun")
+    assert line[line.index("-m") + 1 :] == [
+        "loader_service",
+        *shlex.split("load .demo/demo.yaml --load target --verify"),
+    ]
+    assert (ROOT / "loader_service/cli/demo.yaml").is_file()
+
+
+def test_a_broken_example_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    wrong = Block("python", "async with ls.LoaderService(config) as service:\n    await service.plan('no such')\n", 7)
+    names: dict[str, object] = {}
+    execute(FIRST, API, names)
+    with pytest.raises(ls.ConfigError, match="no such"):
+        execute(wrong, API, names)
