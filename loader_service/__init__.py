@@ -72,6 +72,11 @@ _HOMES = {
     "service": ("BlockingLoaderService", "LoaderService", "iter_weights"),
     "stream": ("Batch", "BlockingLoad", "Load", "Piece", "TensorSpec"),
 }
+_ABSENT = {
+    "RowSource": "host-resident tables",
+    "host_resident_weights": "host-resident tables",
+    "attach": "the resident service",
+}
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME_OF)]
@@ -80,7 +85,8 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        why = f": this version does not have {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
     value: object = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

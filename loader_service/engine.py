@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -66,6 +67,8 @@ class Engine:
         self.handles = HandleCache(self.storage)
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
+        self.open_load: str | None = None
+        self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 
     @property
     def group(self) -> Group:
@@ -73,10 +76,17 @@ class Engine:
             raise StateError("the service is not open: use `async with LoaderService(...)` or `with ...blocking(...)`")
         return self._group
 
+    def check_no_open_load(self) -> None:
+        """Raises StateError while a load is open: one at a time in a service."""
+        if self.open_load is not None:
+            raise StateError(
+                f"load '{self.open_load}' is still open in this service: leave it first, or use a second service"
+            )
+
     async def start(self) -> None:
         """Joins the group and checks that the configuration fits its size; nothing of the checkpoint is touched."""
-        self.node = await self.in_thread(_node_name)
-        self.threads.resize(min(HEADER_THREADS, await self.in_thread(lambda: self.handles.limit)))
+        self.node = await self.in_thread(_node_name, what=BOOT_ID_PATH)
+        self.threads.resize(min(HEADER_THREADS, await self.in_thread(lambda: self.handles.limit, what="/proc/self/fd")))
         self._group = join_group(self._group_spec, settings=self.config.agreement)
         check_world_size(self.config, self._group.world_size, coords_given=self.coords is not None)
         if self.coords is not None and self.config.mesh is not None:
@@ -97,41 +107,50 @@ class Engine:
         await asyncio.wait([asyncio.wrap_future(closing.submit(self.handles.close))], timeout=grace_s)
         closing.stop()
 
-    async def in_thread(self, work: Callable[[], T], on_progress: Callable[[str], None] | None = None) -> T:
-        """Runs blocking work beside the loop; fails if a read behind it does not return.
+    async def in_thread(
+        self, work: Callable[[], T], *, what: str, on_progress: Callable[[str], None] | None = None
+    ) -> T:
+        """Runs blocking work beside the loop; fails if a read behind it, or the work itself (`what`), does not return.
 
         `on_progress` is called again and again meanwhile, with how many files were opened so far.
         """
         future = self._workers.submit(work)
         waiting = asyncio.wrap_future(future)
         limit_s = self.config.reads.stuck_after_s
+        opens, moved_s = self.handles.opens, time.monotonic()
         while True:
             done, _ = await asyncio.wait((waiting,), timeout=min(1.0, limit_s / 4))
             if done:
                 return waiting.result()
             if on_progress is not None:
                 on_progress(f"{self.handles.opens} files opened to read headers")
-            for read in self.threads.in_flight():
-                if read.age_s > limit_s:
-                    self.threads.abandon(read.future)
-                    self._workers.abandon(future)
-                    raise ReadError(
-                        f"{read.path}: {read.label} has not returned for {read.age_s:.1f} s: check the storage "
-                        f"(reads.stuck_after_s is {limit_s:g})",
-                        path=read.path,
-                    )
+            reads = self.threads.in_flight()
+            stuck = next((read for read in reads if read.age_s > limit_s), None)
+            if reads or opens != self.handles.opens:
+                opens, moved_s = self.handles.opens, time.monotonic()
+            if stuck is None and time.monotonic() - moved_s <= limit_s:
+                continue
+            if stuck is not None:
+                self.threads.abandon(stuck.future)
+                what = f"{stuck.path}: {stuck.label}"
+            if not self._workers.abandon(future):
+                future.cancel()
+            raise ReadError(
+                f"{what} has not returned for {limit_s:g} s (reads.stuck_after_s): check the storage",
+                path=stuck.path if stuck is not None else None,
+            )
 
     async def catalog(
         self, load: str, *, fresh: bool = False, on_progress: Callable[[str], None] | None = None
     ) -> Catalog:
         """The load's checkpoint; read once a service, again if `fresh` (every rank then reads its headers again)."""
         location = self.config.checkpoint_of(load)
-        if fresh:
-            self._catalogs.pop(location, None)
-        catalog = self._catalogs.get(location)
-        if catalog is None:
-            catalog = await self.in_thread(lambda: self._read_catalog(location), on_progress)
-            self._catalogs[location] = catalog
+        async with self._reading_headers:
+            catalog = None if fresh else self._catalogs.get(location)
+            if catalog is None:
+                what = f"looking at {location.path if isinstance(location.path, str) else location.path[0]}"
+                catalog = await self.in_thread(lambda: self._read_catalog(location), what=what, on_progress=on_progress)
+                self._catalogs[location] = catalog
         return catalog
 
     def _read_catalog(self, location: CheckpointConfig) -> Catalog:
@@ -146,7 +165,8 @@ class Engine:
 
     def forget_catalog(self, load: str) -> None:
         """After a failed load: files may have changed, so the next one reads the headers again, as on all ranks."""
-        self._catalogs.pop(self.config.checkpoint_of(load), None)
+        if load in self.config.loads:
+            self._catalogs.pop(self.config.checkpoint_of(load), None)
 
     def set_coords(self, listed: Sequence[object] | None) -> None:
         """Takes every rank's coordinates. None: no rank gave any, so that they are row-major; ranks agree on which."""
@@ -163,9 +183,10 @@ class Engine:
         own = self.coords
         return Mesh.with_coords(config.mesh, [own if rank == group.rank else None for rank in range(group.world_size)])
 
-    async def plan(self, load: str) -> LoadPlan:
-        """Every rank's plan of a load; made once for a catalog and a mesh."""
-        catalog = await self.catalog(load)
+    async def plan(self, load: str, catalog: Catalog | None = None) -> LoadPlan:
+        """Every rank's plan of a load, from the catalog that the ranks agreed on or, locally, the service's own."""
+        if catalog is None:
+            catalog = await self.catalog(load)
         mesh = self.mesh()
         plan = self._plans.get((load, mesh))
         if plan is None or plan.catalog is not catalog:  # read again: the same digest, other files' identities
@@ -173,7 +194,8 @@ class Engine:
             plan = await self.in_thread(
                 lambda: make_plan(
                     catalog, load, config.loads[load], mesh, coalesce_gap_bytes=config.reads.coalesce_gap_bytes
-                )
+                ),
+                what=f"planning load '{load}'",
             )
             self._plans[load, mesh] = plan
         return plan

@@ -59,6 +59,7 @@ class LoadRun:
         self._plan: LoadPlan | None = None
         self._resources: Resources | None = None
         self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
+        self._begun = False
         self._started_s = 0.0
         self._seconds: float | None = None
         self._left = False
@@ -74,8 +75,9 @@ class LoadRun:
         return self.plan.for_rank(self._engine.group.rank)
 
     @property
-    def entered(self) -> bool:
-        return self._session is not None
+    def open(self) -> bool:
+        """Entered, and not yet left."""
+        return self._begun and not self._left
 
     @property
     def left(self) -> bool:
@@ -89,13 +91,20 @@ class LoadRun:
 
     # Entering
 
+    def begin(self) -> None:
+        """Takes this run for one entering. Raises StateError at the second: open the load again instead."""
+        if self._begun:
+            raise StateError(f"load '{self.name}' was entered before: call open() again for another load")
+        self._engine.check_no_open_load()
+        self._begun = True
+        self._engine.open_load = self.name
+
     async def enter(self) -> None:
         """Agrees on configuration, catalog and plan; collective. After it, every rank can read its part."""
         self._started_s = time.monotonic()
-        group = self._engine.group
-        self._session = group.session(self.name, describe=DESCRIBE)
-        self._session.on_final(self._final_arrived)
         try:
+            self._session = self._engine.group.session(self.name, describe=DESCRIBE)
+            self._session.on_final(self._final_arrived)
             with self._timed(Phase.CONFIG):
                 counts = await self._agree_on_config()
             with self._timed(Phase.CATALOG):
@@ -104,6 +113,7 @@ class LoadRun:
                 await self._agree_on_plan(catalog)
             with self._timed(Phase.OPEN):
                 self._resources, self._policies = self._engine.resources(counts)
+                self._resources.pool.restart_peak()
                 await self._exchange(PhaseRecord())
         except BaseException as error:
             await self._leave_failed(error)
@@ -133,9 +143,10 @@ class LoadRun:
         return catalog
 
     async def _agree_on_plan(self, catalog: Catalog) -> None:
-        plan = await self._engine.plan(self.name)
-        assert plan.catalog is catalog
-        await self._engine.in_thread(lambda: plan.for_rank(self._engine.group.rank))
+        plan = await self._engine.plan(self.name, catalog)
+        await self._engine.in_thread(
+            lambda: plan.for_rank(self._engine.group.rank), what=f"planning load '{self.name}'"
+        )
         await self._exchange(plan_record(plan))
         for warning in plan.warnings:
             log.warning("load '%s': %s", self.name, warning)
@@ -225,7 +236,7 @@ class LoadRun:
 
         Without an error this rank succeeds if all do; otherwise it raises what went wrong elsewhere.
         """
-        if self._left or self._session is None:
+        if not self.open:
             return
         if error is None or isinstance(error, GeneratorExit):  # an abandoned generator leaves as a `break` does
             try:
@@ -267,7 +278,9 @@ class LoadRun:
 
     async def _fail_and_clean_up(self, error: BaseException) -> None:
         session = self._session
-        assert session is not None
+        if session is None:
+            self._ended()
+            return
         telling = None
         if session.final is None:
             telling = asyncio.ensure_future(session.fail(_as_reported(error), self._phase))
@@ -277,7 +290,7 @@ class LoadRun:
         if telling is not None:
             with contextlib.suppress(Exception):
                 await telling
-        _attach_verdict(error, session.final, self._engine.group.rank, self._phase)
+        _attach_verdict(error, session, self._phase)
         with contextlib.suppress(Exception):
             await session.close()
         self._ended()
@@ -299,10 +312,11 @@ class LoadRun:
                 self._engine.handles.verify(shard.path, shard.identity)
 
         if shards:
-            await self._engine.in_thread(verify)
+            await self._engine.in_thread(verify, what=f"looking at the files of load '{self.name}' again")
 
     def _ended(self) -> None:
         self._left = True
+        self._engine.open_load = None
         self._seconds = time.monotonic() - self._started_s
 
     # Reporting
@@ -368,11 +382,13 @@ def _as_reported(error: BaseException) -> BaseException:
     return LoadCancelledError(f"the load was cancelled ({type(error).__name__})")
 
 
-def _attach_verdict(error: BaseException, verdict: Verdict | None, rank: int, phase: Phase) -> None:
+def _attach_verdict(error: BaseException, session: Session, phase: Phase) -> None:
+    """Completes this rank's own error: where it happened, and what all ranks found, if that says more."""
     if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
-        error.rank = rank if error.rank is None else error.rank
+        error.rank = session.rank if error.rank is None else error.rank
         error.phase = phase.value if error.phase is None else error.phase
-    if verdict is None:
+    failure = session.final.failure if session.final is not None else None
+    if failure is not None and failure.record.message not in str(error):
+        error.add_note(f"verdict of all ranks: {failure.record.message}")
+    elif session.final is None and not session.succeeded:
         error.add_note("outcome unknown: the other ranks were told, but no verdict came back in time")
-    elif verdict.failure is not None and verdict.failure.record.message not in str(error):
-        error.add_note(f"verdict of all ranks: {verdict.failure.record.message}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import torch
 
@@ -13,7 +13,7 @@ from loader_service.agreement.group import GroupChoice
 from loader_service.bridge import ServiceLoop
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
-from loader_service.errors import StateError
+from loader_service.errors import ConfigError, StateError
 from loader_service.memory.pinning import Pinner
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.reader import Storage
@@ -66,18 +66,18 @@ class _Service:
 
     def _new_run(self, load: str) -> tuple[LoadRun, ServiceLoop]:
         loop, engine = self._opened()
-        if self._run is not None and not self._run.left:
-            raise StateError(
-                f"load '{self._run.name}' is still open in this service: leave it first, or use a second service"
-            )
-        self.config.load(load)
+        engine.check_no_open_load()
         self._run = LoadRun(engine, load)
         return self._run, loop
+
+    def host_table(self, load: str, name: str) -> NoReturn:
+        """Host-resident tables are not in this version: raises ConfigError."""
+        raise ConfigError(f"this version does not have host tables: load '{load}' reads '{name}' as an ordinary tensor")
 
     async def _shut(self, engine: Engine, error: BaseException | None) -> None:
         """Leaves a load that is still open, then ends everything. On the service's loop."""
         try:
-            if self._run is not None and self._run.entered:
+            if self._run is not None:
                 await self._run.leave(error)
         finally:
             await engine.stop()

@@ -247,7 +247,7 @@ class _Face:
         progress.payload_bytes += sum(tensor.nbytes for tensor in destinations.values())
 
     def __del__(self) -> None:
-        if self._run.entered and not self._run.left:
+        if self._run.open:
             warnings.warn(f"load '{self.name}' was dropped without being left", ResourceWarning, stacklevel=2)
 
 
@@ -261,6 +261,7 @@ class Load(_Face):
     """
 
     async def __aenter__(self) -> Self:
+        self._run.begin()
         try:
             await self._loop.run(self._run.enter())
         except BaseException as error:
@@ -304,6 +305,7 @@ class BlockingLoad(_Face):
     """An open load, for synchronous code: `with service.open(name) as load`, then as `Load`, without await."""
 
     def __enter__(self) -> Self:
+        self._run.begin()
         try:
             self._loop.run_blocking(self._run.enter())
         except BaseException as error:

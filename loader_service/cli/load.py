@@ -83,7 +83,7 @@ async def _refused(options: LoadOptions, place: ranks.Place, error: LoaderError)
     if options.debug:
         print_traceback(error)
     verdict = await ranks.tell_others(place, options.load, error)
-    record = record_of(error, rank=None if place.alone else place.rank, phase=Phase.CONFIG.value)
+    record = record_of(error, rank=place.rank, phase=Phase.CONFIG.value)
     await _Telling(options, place).tell(record if verdict is None else verdict.record(), agreed=verdict is not None)
     return error.exit_code
 
@@ -210,7 +210,7 @@ class _LoadProcess:
 
     def _own_record(self, error: BaseException) -> FailureRecord:
         """What this rank knows by itself."""
-        own_rank = None if self._place.alone else self._place.rank
+        own_rank = self._place.rank
         if isinstance(error, asyncio.CancelledError):
             by = f" by {self._signal.name}" if self._signal is not None else ""
             return LoadCancelledError(f"interrupted{by}", rank=own_rank).record()

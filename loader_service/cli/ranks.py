@@ -141,7 +141,9 @@ class Spokesman:
             return "document" if place.rank == LEADER else "none"
         turn = turn_to_print(record, rank=place.rank, world_size=place.world_size)
         if record.error == "LostStore":
-            return "document" if turn == 0 or record.rank is None else "none"
+            if record.rank not in (None, place.rank):  # the rank that hosts the store: the others know their turns
+                return "document" if turn == 0 else "none"
+            return "document" if place.rank == 0 else "line"
         wait_s = min(turn * WAIT_FOR_LOWER_RANK_S, MAX_WAIT_S)
         # A thread that may be left behind: a store that is frozen ignores its own time limits.
         threads = ReadPool(1, name="loader-print")

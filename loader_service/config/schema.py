@@ -85,7 +85,8 @@ class ReadsConfig(FrozenModel):
         BeforeValidator(fields.integer_or_auto(1, MAX_THREADS)),
         WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1, "maximum": MAX_THREADS}]}),
     ] = Field(
-        default="auto", description="Reading threads of a rank; auto shares threads_per_node among a node's ranks."
+        default="auto",
+        description="Reading threads of a rank. auto: 4, or a rank's share of threads_per_node where that is less.",
     )
     threads_per_node: Annotated[
         int,

@@ -67,5 +67,9 @@ class Budget:
         self.freeing += count
         return count
 
+    def restart_peak(self) -> None:
+        """From now on the peak is the most since now."""
+        self.peak_bytes = self.held_bytes
+
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

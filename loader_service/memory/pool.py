@@ -117,6 +117,11 @@ class StagingPool:
                 waiting=len(self._queue),
             )
 
+    def restart_peak(self) -> None:
+        """Makes `peak_bytes` count from now, for a load's own report."""
+        with self._lock:
+            self._budget.restart_peak()
+
     async def reserve(self, nbytes: int) -> Reservation:
         """Waits for so many bytes of the budget; more than the capacity is granted when nothing else is out.
 

@@ -112,6 +112,10 @@ def _row(sizes: Mapping[str, int], rank: int, coords: Mapping[str, int]) -> tupl
             rank=rank,
         )
     for axis, size in sizes.items():
+        if type(coords[axis]) is not int:
+            raise ConfigError(
+                f"coords of rank {rank}: {axis} is {coords[axis]!r}, but a coordinate is a whole number", rank=rank
+            )
         if not 0 <= coords[axis] < size:
             raise ConfigError(
                 f"coords of rank {rank}: {axis} is {coords[axis]}, but that axis has the numbers 0 to {size - 1}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -96,7 +97,9 @@ async def test_without_a_store_what_is_known_decides() -> None:
         return [await Spokesman(place).voice(record, agreed=agreed) for place in nowhere]
 
     assert (await voices(STORE_OF_RANK_0_DIED, agreed=True))[1:] == ["document", "none"]
-    assert await voices(STORE_DIED, agreed=True) == ["document"] * 3
+    # A store that no rank hosts: each rank knows only that it is cut off itself.
+    cut_off = [await Spokesman(place).voice(replace(STORE_DIED, rank=place.rank), agreed=True) for place in nowhere]
+    assert cut_off == ["document", "line", "line"]
     assert await voices(READ_FAILED, agreed=False) == ["document", "line", "line"]
 
 

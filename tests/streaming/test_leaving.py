@@ -224,8 +224,17 @@ async def test_one_open_load_for_each_service(checkpoint: Checkpoint) -> None:
                 service.open("target")
         async with service.open("target"):
             pass
+        first, second = service.open("target"), service.open("target")  # one that is never entered holds nobody up
+        async with second:
+            with pytest.raises(ls.StateError, match="still open"):
+                await first.__aenter__()
+        with pytest.raises(ls.StateError, match="entered before"):
+            await second.__aenter__()
         with pytest.raises(ls.ConfigError, match="no load is named"):
-            service.open("nowhere")
+            await service.open("nowhere").__aenter__()
+        async with service.open("target") as load:
+            pass
+    assert not load.report.complete
 
 
 async def test_a_closed_service_says_so(checkpoint: Checkpoint) -> None:
@@ -236,6 +245,14 @@ async def test_a_closed_service_says_so(checkpoint: Checkpoint) -> None:
         pass
     with pytest.raises(ls.StateError, match="not open"):
         await service.plan("target")
+
+
+async def test_what_this_version_does_not_have_says_so(checkpoint: Checkpoint) -> None:
+    async with ls.LoaderService(checkpoint.config(), "solo") as service:
+        with pytest.raises(ls.ConfigError, match="does not have host tables"):
+            service.host_table("target", "table.weight")
+    with pytest.raises(AttributeError, match="does not have host-resident tables"):
+        ls.RowSource  # noqa: B018
 
 
 async def test_closing_the_service_leaves_an_open_load(checkpoint: Checkpoint) -> None:
@@ -347,6 +364,33 @@ async def test_a_header_read_that_never_returns_is_given_up_and_read_again(check
             pass
         assert "headers" in " ".join(load.report.fallbacks)
         gate.release()
+
+
+async def test_a_listing_that_never_returns_fails_the_load(checkpoint: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    gates = [storage.block("*", operation="list"), storage.block("*", operation="list", nth=1)]
+    config = checkpoint.config(reads={"stuck_after_s": 0.3}, agreement={"grace_s": 0.2})
+    async with ls.LoaderService(config, "solo", storage=storage) as service:
+        with pytest.raises(ls.ReadError, match=r"looking at .* has not returned"):
+            async with service.open("target"):
+                pass
+        for gate in gates:
+            gate.release()
+
+
+async def test_a_plan_that_is_asked_for_while_a_load_is_entered_shares_its_catalog(checkpoint: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    async with ls.LoaderService(checkpoint.config(), "solo", storage=storage) as service:
+        gate = storage.block("*-00002-of-*")
+        asked = asyncio.create_task(service.plan("target"))
+        await asyncio.to_thread(gate.reached.wait, 20)
+        entering = asyncio.create_task(service.open("target").__aenter__())
+        await asyncio.sleep(0)
+        gate.release()
+        plan, load = await asked, await entering
+        assert load.plan.catalog is plan.catalog
+        assert load.plan.digest == plan.digest
+        assert storage.opens("*-00001-of-*") == 1
 
 
 async def test_header_reads_that_never_return_fail_the_load(checkpoint: Checkpoint) -> None:
