@@ -137,13 +137,14 @@ class Spokesman:
         place = self._place
         if place.meeting is None:
             return "document"
+        if record.error == "LostStore" and record.rank in (None, place.rank):
+            # No rank hosts the store, and each knows only that it is cut off itself.
+            return "document" if place.rank == LEADER else "line"
         if agreed and leader_prints(record):
             return "document" if place.rank == LEADER else "none"
         turn = turn_to_print(record, rank=place.rank, world_size=place.world_size)
         if record.error == "LostStore":
-            if record.rank not in (None, place.rank):  # the rank that hosts the store: the others know their turns
-                return "document" if turn == 0 else "none"
-            return "document" if place.rank == 0 else "line"
+            return "document" if turn == 0 else "none"
         wait_s = min(turn * WAIT_FOR_LOWER_RANK_S, MAX_WAIT_S)
         # A thread that may be left behind: a store that is frozen ignores its own time limits.
         threads = ReadPool(1, name="loader-print")
