@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from loader_service.memory.allocators import HostBuffer, allocate_host
+from loader_service.memory.allocators import allocate_together
 from loader_service.memory.pool import Lease, Reservation, StagingPool
 from loader_service.memory.tensors import raw_memory, tensor_view, torch_dtype
 from loader_service.planning.fragments import subdivide
@@ -209,38 +209,32 @@ class OwnedFilling:
 
     def _allocate(self, unit: TensorUnit) -> list[tuple[memoryview, int]]:
         """(memory, offset) for each tensor of the unit: arenas for small ones, memory of its own for a large one."""
-        plan = self._plan
-        sizes = plan.tensor_nbytes[unit.first : unit.stop].tolist()
-        places: list[tuple[memoryview, int]] = []
-        arena: list[int] = []  # offsets of the small tensors that wait for their arena
-        used = 0
-
-        def close_arena() -> None:
-            nonlocal used
-            if arena:
-                memory = allocate_host(used).memoryview
-                places.extend((memory, offset) for offset in arena)
-                arena.clear()
-                used = 0
-
-        for k, nbytes in enumerate(sizes):
+        wanted: list[
+            tuple[int, int]
+        ] = []  # (bytes, congruent to) of each buffer; only the last may be an arena to fill
+        places: list[tuple[int, int]] = []  # (buffer, offset) of each tensor
+        arena_is_open = False
+        for tensor in range(unit.first, unit.stop):
+            nbytes = self._plan.nbytes(tensor)
             if nbytes >= ARENA_BYTES:
-                close_arena()
-                places.append((self._own_memory(unit.first + k, nbytes).memoryview, 0))
+                wanted.append((nbytes, self._congruence(tensor)))
+                places.append((len(wanted) - 1, 0))
+                arena_is_open = False
                 continue
+            used = wanted[-1][0] if arena_is_open else 0
             offset = -(-used // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if offset + nbytes > ARENA_BYTES:
-                close_arena()
-                offset = 0
-            arena.append(offset)
-            used = offset + max(nbytes, 1)
-        close_arena()
-        return places
+            if not arena_is_open or offset + nbytes > ARENA_BYTES:
+                wanted.append((0, 0))
+                arena_is_open, offset = True, 0
+            wanted[-1] = (offset + nbytes, 0)
+            places.append((len(wanted) - 1, offset))
+        buffers = [buffer.memoryview for buffer in allocate_together(wanted)]
+        return [(buffers[buffer], offset) for buffer, offset in places]
 
-    def _own_memory(self, tensor: int, nbytes: int) -> HostBuffer:
+    def _congruence(self, tensor: int) -> int:
+        """The file offset that a large tensor's memory is congruent to; 0 where its elements would lie unaligned."""
         start = int(self._plan.catalog.starts[self._plan.catalog_id(tensor)])
-        congruent = start if start % self._plan.itemsize(tensor) == 0 else 0
-        return allocate_host(nbytes, congruent_to=congruent)
+        return start if start % self._plan.itemsize(tensor) == 0 else 0
 
 
 class SlotFilling:

@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,24 +99,42 @@ def allocate_host(nbytes: int, *, congruent_to: int = 0) -> HostBuffer:
     resident yet: what becomes so are `nbytes` rounded up to pages. Thread-safe, does not block, holds no lock of the
     interpreter in system calls. Raises MemoryLimitError if the system refuses.
     """
-    if nbytes < 0 or congruent_to < 0:
-        raise ConfigError(f"cannot allocate {nbytes} bytes congruent to offset {congruent_to}: both must be >= 0")
-    head_bytes = congruent_to % PAGE_BYTES
-    mapping = _map(_round_up(max(1, head_bytes + nbytes), PAGE_BYTES), nbytes)
-    array = np.asarray(mapping)[head_bytes : head_bytes + nbytes]
-    return HostBuffer(mapping, array, mapping.address + head_bytes)
+    return allocate_together([(nbytes, congruent_to)])[0]
 
 
-def _map(length: int, wanted_bytes: int) -> _Mapping:
+def allocate_together(wanted: Sequence[tuple[int, int]]) -> list[HostBuffer]:
+    """Buffers of (nbytes, congruent_to) side by side, so that small ones share huge pages; else as `allocate_host`.
+
+    Each has pages of its own and gives them back by itself. One that is kept keeps, until the system needs memory, the
+    rest of the huge pages that it shares with its neighbours: less than 4 MiB.
+    """
+    lengths = []
+    for nbytes, congruent_to in wanted:
+        if nbytes < 0 or congruent_to < 0:
+            raise ConfigError(f"cannot allocate {nbytes} bytes congruent to offset {congruent_to}: both must be >= 0")
+        lengths.append(_round_up(max(1, congruent_to % PAGE_BYTES + nbytes), PAGE_BYTES))
+    address = _map(sum(lengths), sum(nbytes for nbytes, _ in wanted))
+    buffers = []
+    for (nbytes, congruent_to), length in zip(wanted, lengths, strict=True):
+        mapping = _Mapping(address, length, _libc().munmap)
+        head_bytes = congruent_to % PAGE_BYTES
+        array = np.asarray(mapping)[head_bytes : head_bytes + nbytes]
+        buffers.append(HostBuffer(mapping, array, address + head_bytes))
+        address += length
+    return buffers
+
+
+def _map(length: int, wanted_bytes: int) -> int:
+    """The address of `length` new bytes; from 2 MiB on a multiple of 2 MiB."""
     libc = _libc()
     huge = length >= HUGE_PAGE_BYTES
     slack = HUGE_PAGE_BYTES - PAGE_BYTES if huge else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found = libc.mmap(None, length + slack, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    found: int | None = libc.mmap(None, length + slack, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if found is None or found == _MAP_FAILED:
         raise _refused(wanted_bytes, ctypes.get_errno())
     if not huge:
-        return _Mapping(found, length, libc.munmap)
+        return found
     address = _round_up(found, HUGE_PAGE_BYTES)
     # The ends are given back: an advised end would become resident with the data beside it, up to 2 MiB a buffer.
     if address > found:
@@ -124,7 +142,7 @@ def _map(length: int, wanted_bytes: int) -> _Mapping:
     if found + slack > address:
         libc.munmap(address + length, found + slack - address)
     _advise_huge(address, length)
-    return _Mapping(address, length, libc.munmap)
+    return address
 
 
 def _advise_huge(address: int, length: int) -> None:

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from loader_service.errors import ConfigError, MemoryLimitError
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, allocate_host
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, allocate_host, allocate_together
 
 MIB = 1 << 20
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def smaps_of(address: int) -> dict[str, int] | None:
@@ -59,9 +60,8 @@ def test_large_memory_begins_at_a_huge_page(nbytes: int) -> None:
         assert buffer.address % HUGE_PAGE_BYTES == 77
 
 
+@pytest.mark.skipif("[never]" in THP.read_text(), reason="transparent huge pages are switched off")
 def test_large_memory_gets_huge_pages_and_no_more_than_was_asked_for() -> None:
-    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("transparent huge pages are switched off")
     buffer = allocate_host(33 * MIB)
     buffer.tensor.fill_(1)
     figures = smaps_of(buffer.address)
@@ -206,3 +206,31 @@ def test_threads_may_allocate_and_free_at_once() -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_buffers_allocated_together_lie_apart_and_are_given_back_one_by_one() -> None:
+    wanted = [(700_000, 0), (3 << 20, 12_345), (0, 0), (5, 4095), (1 << 20, 4096)]
+    buffers = allocate_together(wanted)
+    assert [buffer.nbytes for buffer in buffers] == [nbytes for nbytes, _ in wanted]
+    assert [buffer.address % 4096 for buffer in buffers] == [congruent % 4096 for _, congruent in wanted]
+    for number, buffer in enumerate(buffers):
+        buffer.memoryview[:] = bytes([number + 1]) * buffer.nbytes
+    for number, buffer in enumerate(buffers):
+        assert bytes(buffer.memoryview) == bytes([number + 1]) * buffer.nbytes, "no two share a byte"
+    process = psutil.Process()
+    before = process.memory_info().rss
+    kept = buffers.pop(3).memoryview
+    buffers.clear()
+    del buffer
+    assert before - process.memory_info().rss > 4 << 20
+    assert bytes(kept) == bytes([4]) * 5
+
+
+@pytest.mark.skipif("[never]" in THP.read_text(), reason="transparent huge pages are switched off")
+def test_small_buffers_allocated_together_get_huge_pages() -> None:
+    buffers = allocate_together([(1 << 20, 0)] * 32)
+    for buffer in buffers:
+        buffer.tensor.fill_(1)
+    figures = smaps_of(buffers[0].address)
+    assert figures is not None
+    assert figures["AnonHugePages"] >= 28 * 1024  # of 32: the machine may be short of them
