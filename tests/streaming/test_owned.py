@@ -42,6 +42,28 @@ async def test_everything_comes_out_whole_through_any_budget(
     assert set(report.files_read) == set(checkpoint.shard_of.values())
 
 
+@pytest.mark.parametrize("form", ["owned", "batches", "into"])
+@pytest.mark.parametrize("nbytes", [16_383, 16_384, 16_385, 65_535, 65_536, 65_537, 300_001])
+async def test_tensors_around_and_above_the_budget(tmp_path: Path, nbytes: int, form: str) -> None:
+    shapes = {"before": ("U8", (5,)), "tight": ("U8", (nbytes,)), "after": ("U8", (7,))}
+    checkpoint = write_checkpoint(tmp_path, {"model.safetensors": shapes})
+    config = checkpoint.config(staging={"capacity_bytes": 65_536})
+    found = {name: torch.zeros_like(checkpoint.tensor(name)) for name in shapes}
+    async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
+        if form == "owned":
+            found = {name: tensor async for name, tensor in load}
+        elif form == "into":
+            await load.into(found)
+        else:
+            async for batch in load.batches():
+                with batch:
+                    for piece in batch:
+                        found[piece.name][piece.index].copy_(piece.tensor)
+    for name, tensor in found.items():
+        assert_same(tensor, checkpoint.tensor(name), name)
+    assert load.report.peak_staging_bytes <= 65_536
+
+
 async def test_tensors_equal_safetensors_own_reading(checkpoint: Checkpoint) -> None:
     async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
         ours = {name: tensor async for name, tensor in load}
