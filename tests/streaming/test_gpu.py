@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     return awkward_checkpoint(tmp_path_factory.mktemp("awkward"))
 
 
@@ -40,13 +40,13 @@ async def test_batches_copied_without_waiting_arrive_whole(checkpoint: Checkpoin
 async def test_copies_on_another_stream_are_held(checkpoint: Checkpoint) -> None:
     config = checkpoint.config(staging={"capacity_bytes": "64KiB"}, reads={"chunk_bytes": "16KiB"})
     params = on_device(checkpoint)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
         async for batch in load.batches():
             with batch, torch.no_grad(), torch.cuda.stream(stream):
                 for piece in batch:
                     params[piece.name][piece.index].copy_(piece.tensor, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(stream)
                 batch.hold_until(event)
     torch.cuda.synchronize()
