@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
-from loader_service.errors import StateError
+from loader_service.errors import MemoryLimitError, StateError
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class _Call(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
         self.done: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._loop = loop
-        self._coroutine = coroutine
+        self._coroutine = _carrying(coroutine)
         self._task: asyncio.Task[T] | None = None
         loop.call_soon_threadsafe(self._start)
 
@@ -53,6 +54,8 @@ class _Call(Generic[T]):
             self.done.set_exception(asyncio.CancelledError())
             return
         error = task.exception()
+        if isinstance(error, _Carried):
+            error = error.error
         if error is not None:
             self.done.set_exception(error)
         else:
@@ -69,15 +72,61 @@ class _Call(Generic[T]):
             self._loop.call_soon_threadsafe(cancel_task)
 
 
+class _Carried(Exception):  # noqa: N818 - an envelope
+    """SystemExit or KeyboardInterrupt on its way to the caller: raised in a task as they are, they end the loop."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+async def _carrying(coroutine: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Carried(error) from error
+
+
+async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Awaits a coroutine to its end; a cancellation meanwhile is raised only then. For cleaning up, in bounded time."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # noqa: BLE001, S110 - it is the task's own, and raised below
+            pass
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
+
+
 class ServiceLoop:
-    """An event loop (uvloop where it is installed) in a daemon thread that the service owns."""
+    """An event loop (uvloop where it is installed) in a daemon thread that the service owns.
+
+    It does not outlive a fork: in a child process every call raises StateError. Raises MemoryLimitError if the system
+    lets no thread start.
+    """
 
     def __init__(self, name: str = "loader-service") -> None:
         self._loop = _new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._process = os.getpid()
         self._stopped = False
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as error:
+            self._loop.close()
+            if isinstance(error, RuntimeError):
+                raise MemoryLimitError(
+                    f"the service's thread could not be started ({error}): raise the limit of processes (ulimit -u) or "
+                    "the cgroup's pids.max"
+                ) from error
+            raise
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -85,7 +134,29 @@ class ServiceLoop:
             self._loop.run_forever()
         finally:
             self._loop.close()
+            for call in list(self._calls):  # none is left, unless the loop ended by a fault
+                if not call.done():
+                    call.set_exception(StateError("the service's event loop has ended"))
             self._ended.set_result(None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the loop's own, as when the garbage collector ends a generator there."""
+        return threading.current_thread() is self._thread
+
+    def close_from_inside(self, coroutine: Coroutine[Any, Any, object], *, then_stop: bool = False) -> None:
+        """On the loop's own thread, where nothing can be waited for: lets a coroutine that closes something run."""
+
+        async def close() -> None:
+            try:
+                await coroutine
+            finally:
+                if then_stop:
+                    self._request_stop()
+
+        task = self._loop.create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the service's loop, awaited from any other loop.
@@ -125,12 +196,15 @@ class ServiceLoop:
     async def stop(self, wait_s: float = 5.0) -> None:
         """Ends the loop and its thread, awaited on the caller's loop for at most `wait_s`."""
         self._request_stop()
+        if self._process != os.getpid():
+            return
         await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=wait_s)
 
     def stop_blocking(self, wait_s: float = 5.0) -> None:
         """As `stop`, for callers without a loop."""
         self._request_stop()
-        self._thread.join(wait_s)
+        if self._process == os.getpid():
+            self._thread.join(wait_s)
 
     def _request_stop(self) -> None:
         if not self._stopped:
@@ -138,14 +212,20 @@ class ServiceLoop:
             self.post(self._loop.stop)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> _Call[T]:
-        if self._stopped or threading.current_thread() is self._thread:
+        why = None
+        if self._process != os.getpid():
+            why = "the service was opened before a fork and has no thread here: open one in each process"
+        elif self._stopped:
+            why = "the service is closed: open a new one"
+        elif self.is_current:
+            why = "the service cannot be called from its own event loop"
+        if why is not None:
             coroutine.close()
-            raise StateError(
-                "the service is closed: open a new one"
-                if self._stopped
-                else "the service cannot be called from its own event loop"
-            )
-        return _Call(self._loop, coroutine)
+            raise StateError(why)
+        call = _Call(self._loop, coroutine)
+        self._calls.add(call.done)
+        call.done.add_done_callback(self._calls.discard)
+        return call
 
 
 def _retrieve(future: asyncio.Future[T]) -> None:

@@ -11,9 +11,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from loader_service.agreement.group import Group, GroupChoice, join_group
+from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
@@ -36,6 +37,14 @@ T = TypeVar("T")
 AUTO_THREADS = 4  # about four reads in flight a process reach what one disk gives; more only adds contention
 HEADER_THREADS = 8  # headers are small and latency-bound
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
+
+
+class OpenLoad(Protocol):
+    """The load that is open in a service, as far as closing the service needs it."""
+
+    name: str
+
+    async def leave(self, error: BaseException | None = None) -> None: ...
 
 
 class Engine:
@@ -67,7 +76,7 @@ class Engine:
         self.handles = HandleCache(self.storage)
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
-        self.open_load: str | None = None
+        self.open_load: OpenLoad | None = None
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 
     @property
@@ -80,7 +89,7 @@ class Engine:
         """Raises StateError while a load is open: one at a time in a service."""
         if self.open_load is not None:
             raise StateError(
-                f"load '{self.open_load}' is still open in this service: leave it first, or use a second service"
+                f"load '{self.open_load.name}' is still open in this service: leave it first, or use a second service"
             )
 
     async def start(self) -> None:
@@ -92,7 +101,15 @@ class Engine:
         if self.coords is not None and self.config.mesh is not None:
             Mesh.with_coords(self.config.mesh, [self.coords])  # raises for a place that the mesh does not have
 
-    async def stop(self) -> None:
+    async def close(self, error: BaseException | None) -> None:
+        """Leaves a load that is still open, then ends everything that the service owns, also when cancelled."""
+        try:
+            if self.open_load is not None:
+                await self.open_load.leave(error)
+        finally:
+            await uninterrupted(self._end())
+
+    async def _end(self) -> None:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
         if self._group is not None:
             self._group.close()
@@ -121,6 +138,9 @@ class Engine:
         while True:
             done, _ = await asyncio.wait((waiting,), timeout=min(1.0, limit_s / 4))
             if done:
+                error = waiting.exception()
+                if error is not None and not isinstance(error, Exception):  # SystemExit, whoever raised it there
+                    raise ReadError(f"{type(error).__name__} in {what}: {error}") from error
                 return waiting.result()
             if on_progress is not None:
                 on_progress(f"{self.handles.opens} files opened to read headers")
@@ -204,7 +224,7 @@ class Engine:
         """Threads and memory for a load, and the policies in effect. `ranks_by_node`: how many ranks each node has."""
         reads, staging = self.config.reads, self.config.staging
         here = ranks_by_node.get(self.node, 1)
-        threads, reason = _thread_count(reads.threads, reads.threads_per_node, here)
+        threads, reason = _thread_count(reads.threads, reads.threads_per_node, here, self.handles.limit)
         self.handles.check_threads(threads)
         self.threads.resize(threads)
         if self._pool is None:
@@ -222,13 +242,16 @@ class Engine:
         return Resources(self.handles, self.threads, threads, self._pool), policies
 
 
-def _thread_count(requested: int | str, per_node: int, ranks_here: int) -> tuple[int, str]:
-    """(reading threads of this rank, why). A number is taken as it is; auto stays within the node's cap."""
+def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: int) -> tuple[int, str]:
+    """(reading threads of this rank, why). A number is taken as it is; auto stays within the node's cap and the files
+    that may be open at once."""
     if not isinstance(requested, str):
         return requested, "as configured"
     cap = max(1, per_node // ranks_here)
     if cap < AUTO_THREADS:
         return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
+    if files < AUTO_THREADS:
+        return files, f"only {files} files may be open at once (ulimit -n)"
     return AUTO_THREADS, "enough for buffered reads of one rank"
 
 

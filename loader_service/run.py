@@ -17,7 +17,7 @@ import torch
 from loader_service.agreed import DESCRIBE, catalog_record, config_record, plan_record
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.session import Session
-from loader_service.bridge import Channel
+from loader_service.bridge import Channel, uninterrupted
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.engine import Engine
 from loader_service.errors import (
@@ -39,6 +39,7 @@ from loader_service.scheduler import Progress, Resources, Scheduler
 
 log = logging.getLogger("loader_service.load")
 
+_FINAL = "the ranks' verdict ended the load"  # why a rank that still enters is cancelled
 SCRATCH_LEASES_A_THREAD = 2  # one that is filled while another is copied from
 
 
@@ -60,6 +61,7 @@ class LoadRun:
         self._resources: Resources | None = None
         self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
         self._begun = False
+        self._entering: asyncio.Task[None] | None = None
         self._started_s = 0.0
         self._seconds: float | None = None
         self._left = False
@@ -97,11 +99,12 @@ class LoadRun:
             raise StateError(f"load '{self.name}' was entered before: call open() again for another load")
         self._engine.check_no_open_load()
         self._begun = True
-        self._engine.open_load = self.name
+        self._engine.open_load = self
 
     async def enter(self) -> None:
         """Agrees on configuration, catalog and plan; collective. After it, every rank can read its part."""
         self._started_s = time.monotonic()
+        self._entering = asyncio.current_task()
         try:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
@@ -116,8 +119,13 @@ class LoadRun:
                 self._resources.pool.restart_peak()
                 await self._exchange(PhaseRecord())
         except BaseException as error:
+            self._entering = None
             await self._leave_failed(error)
+            if isinstance(error, asyncio.CancelledError) and self.failure is not None and error.args == (_FINAL,):
+                raise self.failure from None
             raise
+        finally:
+            self._entering = None
 
     async def _agree_on_config(self) -> Mapping[str, int]:
         engine = self._engine
@@ -161,6 +169,8 @@ class LoadRun:
     def _final_arrived(self, verdict: Verdict) -> None:
         """Another rank failed, or the ranks differ: reads stop and the consumer wakes up, now."""
         error = error_of(verdict)
+        if self._entering is not None:  # it may be at work that takes long, or stuck in it
+            self._entering.cancel(_FINAL)
         if self._scheduler is not None:
             self._scheduler.fail(error)
         self.channel.fail(error)
@@ -266,15 +276,7 @@ class LoadRun:
         if self._left:
             return
         self._left = True
-        cleaning = asyncio.ensure_future(self._fail_and_clean_up(error))
-        cancelled: asyncio.CancelledError | None = None
-        while not cleaning.done():
-            try:
-                await asyncio.shield(cleaning)
-            except asyncio.CancelledError as again:
-                cancelled = again
-        if cancelled is not None:
-            raise cancelled
+        await uninterrupted(self._fail_and_clean_up(error))
 
     async def _fail_and_clean_up(self, error: BaseException) -> None:
         session = self._session
@@ -317,6 +319,8 @@ class LoadRun:
     def _ended(self) -> None:
         self._left = True
         self._engine.open_load = None
+        if not self.channel.over:  # whoever still iterates, or waits, hears of it
+            self.channel.fail(StateError(f"load '{self.name}' was left: consume it inside its `with` block"))
         self._seconds = time.monotonic() - self._started_s
 
     # Reporting
@@ -379,7 +383,7 @@ def _as_reported(error: BaseException) -> BaseException:
     """Cancellation and interrupts, by whatever name, are one cause to the other ranks."""
     if isinstance(error, Exception):
         return error
-    return LoadCancelledError(f"the load was cancelled ({type(error).__name__})")
+    return LoadCancelledError(str(error) or f"the load was cancelled ({type(error).__name__})")
 
 
 def _attach_verdict(error: BaseException, session: Session, phase: Phase) -> None:

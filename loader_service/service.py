@@ -40,7 +40,6 @@ class _Service:
         self._pinner = pinner
         self._loop: ServiceLoop | None = None
         self._engine: Engine | None = None
-        self._run: LoadRun | None = None
 
     @property
     def rank(self) -> int:
@@ -57,9 +56,11 @@ class _Service:
             raise StateError("the service is not open: enter it with `with` or `async with` first")
         return self._loop, self._engine
 
-    def _create(self) -> tuple[ServiceLoop, Engine]:
+    def _check_closed(self) -> None:
         if self._loop is not None:
             raise StateError("the service is open already: make a new one to open it again")
+
+    def _create(self) -> tuple[ServiceLoop, Engine]:
         self._loop = ServiceLoop()
         self._engine = Engine(self.config, self._group, self._coords, storage=self._storage, pinner=self._pinner)
         return self._loop, self._engine
@@ -67,20 +68,11 @@ class _Service:
     def _new_run(self, load: str) -> tuple[LoadRun, ServiceLoop]:
         loop, engine = self._opened()
         engine.check_no_open_load()
-        self._run = LoadRun(engine, load)
-        return self._run, loop
+        return LoadRun(engine, load), loop
 
     def host_table(self, load: str, name: str) -> NoReturn:
         """Host-resident tables are not in this version: raises ConfigError."""
         raise ConfigError(f"this version does not have host tables: load '{load}' reads '{name}' as an ordinary tensor")
-
-    async def _shut(self, engine: Engine, error: BaseException | None) -> None:
-        """Leaves a load that is still open, then ends everything. On the service's loop."""
-        try:
-            if self._run is not None:
-                await self._run.leave(error)
-        finally:
-            await engine.stop()
 
     def __del__(self) -> None:
         if self._loop is not None:
@@ -101,11 +93,15 @@ class LoaderService(_Service):
     """
 
     async def __aenter__(self) -> Self:
-        loop, engine = self._create()
+        self._check_closed()
         try:
+            loop, engine = self._create()
             await loop.run(engine.start())
         except BaseException as error:
-            await self.__aexit__(type(error), error, None)
+            if self._engine is not None:
+                await self.__aexit__(type(error), error, None)
+            elif (made := self._forget()) is not None:
+                await made.stop()
             raise
         return self
 
@@ -114,7 +110,7 @@ class LoaderService(_Service):
     ) -> None:
         loop, engine = self._opened()
         try:
-            await loop.run(self._shut(engine, exc))
+            await loop.run(engine.close(exc))
         finally:
             self._forget()
             await loop.stop()
@@ -152,11 +148,15 @@ class BlockingLoaderService(_Service):
     """`LoaderService` without await, for engines' synchronous code."""
 
     def __enter__(self) -> Self:
-        loop, engine = self._create()
+        self._check_closed()
         try:
+            loop, engine = self._create()
             loop.run_blocking(engine.start())
         except BaseException as error:
-            self.__exit__(type(error), error, None)
+            if self._engine is not None:
+                self.__exit__(type(error), error, None)
+            elif (made := self._forget()) is not None:
+                made.stop_blocking()
             raise
         return self
 
@@ -164,8 +164,12 @@ class BlockingLoaderService(_Service):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         loop, engine = self._opened()
+        if loop.is_current:
+            self._forget()
+            loop.close_from_inside(engine.close(exc), then_stop=True)
+            return
         try:
-            loop.run_blocking(self._shut(engine, None if isinstance(exc, GeneratorExit) else exc))
+            loop.run_blocking(engine.close(exc))
         finally:
             self._forget()
             loop.stop_blocking()

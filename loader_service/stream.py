@@ -186,6 +186,7 @@ class _Face:
         self._loop = loop
         self._taking = _Taking(run)
         self._claimed = False
+        self._exited = False
 
     @property
     def name(self) -> str:
@@ -247,7 +248,7 @@ class _Face:
         progress.payload_bytes += sum(tensor.nbytes for tensor in destinations.values())
 
     def __del__(self) -> None:
-        if self._run.open:
+        if not getattr(self, "_exited", True) and self._run.open:
             warnings.warn(f"load '{self.name}' was dropped without being left", ResourceWarning, stacklevel=2)
 
 
@@ -273,8 +274,10 @@ class Load(_Face):
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._taking.close()
-        await self._loop.run(self._run.leave(exc))
+        self._exited = True
+        if self._run.open:  # the service may have been closed first, and have left it
+            self._taking.close()
+            await self._loop.run(self._run.leave(exc))
 
     def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         self._begin(self._run.fill_owned)
@@ -317,8 +320,14 @@ class BlockingLoad(_Face):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._exited = True
+        if not self._run.open:  # the service was closed first, and has left it
+            return
         self._taking.close()
-        self._loop.run_blocking(self._run.leave(None if isinstance(exc, GeneratorExit) else exc))
+        if self._loop.is_current:
+            self._loop.close_from_inside(self._run.leave(exc))
+        else:
+            self._loop.run_blocking(self._run.leave(exc))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._begin(self._run.fill_owned)

@@ -56,7 +56,7 @@ class CopyTransfer:
         wanted_bytes = self.nbytes - self.gap_bytes
         views = [*discarded(self.gap_bytes), scratch.memoryview[:wanted_bytes]]
         read_fully(handles, shard.path, shard.identity, self.start, views, retries=retries, tensor=self.tensor)
-        with torch.no_grad():
+        with torch.inference_mode(self.destination.is_inference()), torch.no_grad():
             for view in self.views:
                 source = tensor_view(
                     scratch.tensor, view.offset_bytes, self.destination.dtype, view.shape, view.strides

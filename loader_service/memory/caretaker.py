@@ -37,7 +37,7 @@ class _Watch:
                 if not self.events[0].query():
                     return None
                 self.events.popleft()
-        except Exception:  # noqa: BLE001 - whatever a device says, the answer is never to use the buffer again
+        except BaseException:  # noqa: BLE001 - whatever a device says, the answer is never to use the buffer again
             _log.exception("a device event failed: the buffer that it guards is never used again")
             return False
         return True

@@ -71,7 +71,9 @@ def tensor_view(
 
 def raw_memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor of any dtype, writable; keeps the tensor's memory alive."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Strides of dimensions of size 1 mean nothing but would survive `reshape`, and then `view` refuses them.
+    flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

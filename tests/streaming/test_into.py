@@ -10,12 +10,19 @@ import torch
 import loader_service as ls
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.local import LocalStorage
-from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint
+from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return awkward_checkpoint(tmp_path_factory.mktemp("awkward"))
+
+
+def freed(*shape: int) -> torch.Tensor:
+    """A tensor whose storage was given away, as sharding wrappers do."""
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(64)
+    return tensor
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,6 +70,34 @@ async def test_parameters_that_require_gradients_are_filled(checkpoint: Checkpoi
     assert_same(param, checkpoint.tensor("big.weight"))
 
 
+async def test_legal_memory_of_unusual_kinds_is_filled(checkpoint: Checkpoint) -> None:
+    wide = torch.zeros(640, 700)
+    with torch.inference_mode():
+        inference = torch.zeros(700, 640).t()
+    slices = {
+        "scale": torch.zeros(3)[1],
+        "layers.1.norm.weight": torch.zeros(257, 1, dtype=torch.bfloat16).as_strided((257,), (1,)),
+        "flag": torch.zeros(9, dtype=torch.bool)[1:9:3],
+        "odd": torch.zeros(13, 7, dtype=torch.uint8)[:, 3],
+    }
+    async with ls.LoaderService(checkpoint.config(), "solo") as service:
+        for big in (wide, inference):
+            async with service.open("target") as load:
+                await load.into({"big.weight": big, **slices})
+            assert_same(big, checkpoint.tensor("big.weight"))
+    for name, tensor in slices.items():
+        assert_same(tensor, checkpoint.tensor(name), name)
+
+
+async def test_one_element_of_a_strided_view_is_contiguous_memory(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, {"m.safetensors": {"one": ("BF16", (1,)), "row": ("F32", (1, 5))}})
+    params = {"one": torch.zeros(4, dtype=torch.bfloat16)[1:2:2], "row": torch.zeros(9, 5)[3:4:2]}
+    async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
+        await load.into(params)
+    for name, tensor in params.items():
+        assert_same(tensor, checkpoint.tensor(name), name)
+
+
 def test_blocking_into(checkpoint: Checkpoint) -> None:
     param = torch.zeros(640, 700)
     with ls.LoaderService.blocking(checkpoint.config(), "solo") as service, service.open("target") as load:
@@ -77,7 +112,12 @@ def test_blocking_into(checkpoint: Checkpoint) -> None:
         pytest.param("big.weight", torch.zeros(700, 640), "has shape", id="shape"),
         pytest.param("big.weight", torch.zeros(640, 700, dtype=torch.int32), "is torch.int32", id="dtype of same size"),
         pytest.param("big.weight", torch.zeros(640, 700, device="meta"), "meta device", id="meta"),
-        pytest.param("big.weight", torch.zeros(640, 1).expand(640, 700), "is expanded", id="expanded"),
+        pytest.param("big.weight", torch.zeros(640, 1).expand(640, 700), "share memory", id="expanded"),
+        pytest.param("big.weight", torch.zeros(1339).as_strided((640, 700), (1, 1)), "share memory", id="overlapping"),
+        pytest.param("big.weight", freed(640, 700), "beyond its storage", id="freed storage"),
+        pytest.param(
+            "table.weight", torch._conj(torch.zeros(2, dtype=torch.complex64)), "is torch.complex64", id="conj"
+        ),
         pytest.param("big.weight", torch.zeros(640, 700).to_sparse(), "only strided", id="sparse"),
         pytest.param("big.weight", [0.0], "is a list", id="not a tensor"),
     ],
@@ -96,6 +136,13 @@ async def test_a_wrong_destination_is_refused_before_a_byte_moves(
     assert right.view(torch.uint8).eq(7).all()
     assert caught.value.tensor == name
     assert caught.value.exit_code == 2
+
+
+async def test_destinations_that_are_no_mapping_are_refused(checkpoint: Checkpoint) -> None:
+    async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
+        for wrong in (None, [torch.zeros(1)]):
+            with pytest.raises(ls.DestinationError, match="takes a mapping"):
+                await load.into(wrong)  # type: ignore[arg-type]
 
 
 async def test_a_refused_destination_leaves_the_load_usable(checkpoint: Checkpoint) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import threading
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -245,6 +248,109 @@ async def test_a_closed_service_says_so(checkpoint: Checkpoint) -> None:
         pass
     with pytest.raises(ls.StateError, match="not open"):
         await service.plan("target")
+
+
+@pytest.mark.parametrize("form", ["owned", "batches"])
+async def test_stepping_on_after_leaving_raises(checkpoint: Checkpoint, form: str) -> None:
+    async with ls.LoaderService(checkpoint.config(**SMALL), "solo") as service:
+        async with service.open("target") as load:
+            stream: AsyncIterator[object] = load.batches() if form == "batches" else aiter(load)
+            first = await anext(stream)
+            if isinstance(first, ls.Batch):
+                first.release()
+        for _ in range(2):
+            with pytest.raises(ls.StateError, match="was left"):
+                await anext(stream)
+
+
+def test_stepping_on_after_the_service_closed_raises(checkpoint: Checkpoint) -> None:
+    with ls.LoaderService.blocking(checkpoint.config(**SMALL), "solo") as service:
+        stream = service.iter_weights("target")
+        next(stream)
+    with pytest.raises(ls.StateError, match="was left"):
+        next(stream)
+
+
+async def test_a_consumer_that_waits_elsewhere_hears_of_the_leaving(checkpoint: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    async with ls.LoaderService(checkpoint.config(**SMALL), "solo", storage=storage) as service:
+        await service.plan("target")
+        gate = storage.block("*")
+        async with service.open("target") as load:
+            stream = load.batches()
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.to_thread(gate.reached.wait, 20)
+            leaving = asyncio.create_task(load.__aexit__(None, None, None))
+            await asyncio.sleep(0)
+            gate.release()
+            await leaving
+            with pytest.raises(ls.StateError, match="was left"):
+                (await waiting).release()
+                await anext(stream)
+
+
+def test_a_generator_that_the_collector_ends_on_the_services_thread(checkpoint: Checkpoint) -> None:
+    """Its load is left like any other: nothing can be waited for there, so it is left soon."""
+
+    class Cycle:
+        pass
+
+    with ls.LoaderService.blocking(checkpoint.config(**SMALL), "solo") as service:
+        cycle = Cycle()
+        cycle.stream, cycle.me = service.iter_weights("target"), cycle  # type: ignore[attr-defined]
+        next(cycle.stream)  # type: ignore[attr-defined]
+        gc.disable()
+        try:
+            del cycle
+            collected = threading.Event()
+            assert service._loop is not None
+            service._loop.post(gc.collect)
+            service._loop.post(collected.set)
+            assert collected.wait(20)
+        finally:
+            gc.enable()
+        for _ in range(2000):
+            if service._engine is not None and service._engine.open_load is None:
+                break
+            _block_for(0.005)
+        assert len(list(service.iter_weights("target"))) == len(checkpoint.tensors)
+
+
+@pytest.mark.parametrize("operation", ["list", "open", "identify"])
+async def test_system_exit_in_a_thread_reaches_the_consumer(
+    checkpoint: Checkpoint, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(*_: object) -> object:
+        raise SystemExit("from a library below")
+
+    storage = LocalStorage()
+    method = {"list": "list_directory", "open": "open", "identify": "identify"}[operation]
+    async with ls.LoaderService(checkpoint.config(), "solo", storage=storage) as service:
+        monkeypatch.setattr(storage, method, leave, raising=False)
+        with pytest.raises(ls.ReadError, match="SystemExit") as caught:
+            async with service.open("target") as load:
+                async for _ in load:
+                    pass
+        assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_a_forked_child_is_told_to_open_its_own_service(checkpoint: Checkpoint) -> None:
+    with ls.LoaderService.blocking(checkpoint.config(), "solo") as service:
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+            child = os.fork()
+        if child == 0:
+            try:
+                service.plan("target")
+            except BaseException as error:
+                os.write(writer, type(error).__name__.encode() + b": " + str(error).encode()[:200])
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answers:
+            assert answers.read().startswith(b"StateError: the service was opened before a fork")
+        os.waitpid(child, 0)
+        assert len(list(service.iter_weights("target"))) == len(checkpoint.tensors)
 
 
 async def test_what_this_version_does_not_have_says_so(checkpoint: Checkpoint) -> None:

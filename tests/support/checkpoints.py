@@ -96,7 +96,7 @@ def awkward_checkpoint(folder: Path) -> Checkpoint:
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return hashlib.sha256(data).hexdigest()
 
