@@ -120,7 +120,10 @@ class ServiceLoop:
         try:
             self._thread.start()
         except BaseException as error:
-            self._loop.close()
+            if self._thread.is_alive():  # an interrupt, just as the thread had started
+                self._request_stop()
+            else:
+                self._loop.close()
             if isinstance(error, RuntimeError):
                 raise MemoryLimitError(
                     f"the service's thread could not be started ({error}): raise the limit of processes (ulimit -u) or "

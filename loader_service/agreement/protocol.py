@@ -169,7 +169,7 @@ class Watch:
 
     @property
     def last_progress(self) -> str:
-        return f"last progress: {self.progress}" if self.progress else "no progress reported"
+        return f"last progress: {self.progress}" if self.progress else "no progress reported when last heard"
 
 
 class Lookout:

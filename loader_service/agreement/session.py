@@ -171,7 +171,8 @@ class Session:
                 self._ticker.cancel()
             stopped = asyncio.Event()
             self._carrier.stop(tidy=participant.byes_seen, stopped=lambda: self._call_soon(stopped.set))
-            if not participant.lost and self._ended is not None:
+            # Also where the store is lost: a thread still inside its call when the interpreter ends aborts the process.
+            if self._ended is not None:
                 await _wait_for(stopped, _STOP_WAIT_S)
 
     # -- inside
@@ -270,7 +271,8 @@ async def _wait_for(event: asyncio.Event, limit_s: float) -> None:
 def failure_of(error: BaseException, rank: int, phase: Phase) -> Failure:
     """A rank's own failure as it travels. Interruptions count as cancelled: any other cause goes before them."""
     if isinstance(error, _CANCELLED):
-        text = f"cancelled on rank {rank} in phase {phase} ({type(error).__name__})"
+        by = str(error) or type(error).__name__
+        text = f"cancelled on rank {rank} in phase {phase} ({by})"
         return Failure("cancelled", FailureRecord(LoadCancelledError.__name__, text, rank, str(phase)))
     record = record_of(error, rank=rank, phase=str(phase))
     return Failure("cancelled" if isinstance(error, LoadCancelledError) else "error", record)

@@ -8,12 +8,14 @@ limit of their own, because a store client that times out writes two lines to st
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeAlias
+from weakref import WeakSet
 
 from loader_service.agreement.carriers import ends_log
 from loader_service.agreement.codec import encode_entry
@@ -25,7 +27,10 @@ _FOREVER = timedelta(days=30)
 _ALARM = "alarm"
 _NOTHING = ""
 _LONG_STEP_S = 1.0
+_EXIT_WAIT_S = 1.0
 
+_running: WeakSet[threading.Thread] = WeakSet()
+_running_lock = threading.Lock()
 
 Job: TypeAlias = Callable[[Store], None]
 
@@ -125,8 +130,13 @@ class StoreCarrier:
 
     def stop(self, *, tidy: bool, stopped: Callable[[], None]) -> None:
         self._tidy = tidy
-        self._stopped = stopped
         self._stopping = True
+        with self._lock:
+            self._stopped = stopped
+            all_ended = self._threads == 0  # as they do where the store is lost
+        if all_ended:
+            stopped()
+            return
         before, self._wish = self._wish, ()
         if before:
             self._release(before)
@@ -148,7 +158,10 @@ class StoreCarrier:
     def _spawn(self, work: Callable[[], None], name: str) -> None:
         with self._lock:
             self._threads += 1
-        threading.Thread(target=self._run, args=(work,), name=f"loader-agreement-{name}", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(work,), name=f"loader-agreement-{name}", daemon=True)
+        thread.start()
+        with _running_lock:
+            _running.add(thread)
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -161,9 +174,9 @@ class StoreCarrier:
         finally:
             with self._lock:
                 self._threads -= 1
-                last = self._threads == 0
-            if last and self._stopped is not None:
-                self._stopped()
+                stopped = self._stopped if self._threads == 0 else None
+            if stopped is not None:
+                stopped()
 
     def _begin(self) -> None:
         """Connects all clients before the first word: no connection is made while ranks are waited for."""
@@ -275,6 +288,19 @@ class StoreCarrier:
             store.delete_key(bye_key(rank))
         for sequence in range(self._log_length + 1):
             store.delete_key(entry_key(sequence))
+
+
+def _let_threads_end() -> None:
+    """A thread that comes back from a store's call while the interpreter is being taken down aborts the process, so
+    those that are on their way out get a moment. One that waits on a store without an answer is left."""
+    until_s = time.monotonic() + _EXIT_WAIT_S
+    with _running_lock:
+        threads = list(_running)
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+
+
+atexit.register(_let_threads_end)
 
 
 def _first_line(error: Exception) -> str:

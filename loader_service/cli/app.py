@@ -24,6 +24,7 @@ from loader_service.cli.output import (
     PROGRAM,
     drop_stdout,
     logging_to_stderr,
+    prepare_streams,
     print_document,
     print_failure,
     print_line,
@@ -212,7 +213,8 @@ def run(args: Sequence[str]) -> int:
     except _UsageError as error:
         return _usage_error(error, as_json=as_json)
     except KeyboardInterrupt as error:
-        return _failed(error, LoadCancelledError("interrupted").record(), EXIT_INTERRUPTED, as_json, debug)
+        by = f" by {error}" if str(error) else ""
+        return _failed(error, LoadCancelledError(f"interrupted{by}").record(), EXIT_INTERRUPTED, as_json, debug)
     except BrokenPipeError:
         drop_stdout()
         return EXIT_UNEXPECTED
@@ -226,6 +228,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> NoReturn:
     """The entry point of `loader-service` and `python -m loader_service`."""
+    prepare_streams()
     signal.signal(signal.SIGTERM, _interrupt)
     code = run(sys.argv[1:])
     # The outcome is settled and printed: a launcher that now stops the remaining ranks must not change it.
@@ -281,5 +284,8 @@ def _usage_error(error: Exception, *, as_json: bool) -> int:
 def _failed(error: BaseException, record: FailureRecord, code: int, as_json: bool, debug: bool) -> int:
     if debug:
         print_traceback(error)
-    print_failure(record, as_json=as_json)
+    try:
+        print_failure(record, as_json=as_json)
+    except LoaderError:  # stdout is full: the line for a person is what is left
+        print_failure(record, as_json=False)
     return code

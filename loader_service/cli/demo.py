@@ -18,9 +18,10 @@ from typing import cast
 from loader_service.cli.demo_checkpoint import DemoCheckpoint, make_demo_checkpoint
 from loader_service.cli.output import print_document, print_line
 from loader_service.cli.plans import plan_of
+from loader_service.cli.ranks import GONE
 from loader_service.config.sizes import format_size
 from loader_service.config.yaml_file import load_config
-from loader_service.errors import EXIT_OK, CheckpointError, FailureRecord, LoaderError, error_from_record
+from loader_service.errors import EXIT_OK, CheckpointError, FailureRecord, LoaderError, RankFailure, error_from_record
 from loader_service.planning.plan import LoadPlan
 
 RANKS = 2
@@ -121,7 +122,8 @@ def _document(out: str, err: str, code: int) -> Document:
         raise LoaderError(f"the demo's ranks ended with code {code} and without a document: {last}") from None
     if code == EXIT_OK:
         return cast("Document", document)
-    raise error_from_record(FailureRecord(**document))
+    record = FailureRecord(**document)
+    raise RankFailure(record) if record.error in GONE else error_from_record(record)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -279,6 +280,9 @@ def _write_all(
     weight_map = {tensor.name: _shard_name(tensor.shard) for tensor in tensors if tensor.name != OMITTED_KEY}
     index = {"metadata": {"total_size": all_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    mode = stat.S_IMODE((folder / _INDEX).stat().st_mode)  # what the umask makes of a new file
+    for shard in range(SHARDS):
+        (folder / _shard_name(shard)).chmod(mode)  # safetensors' own files are their owner's alone
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     marker = {"made_for": key, "file_bytes": sizes}
     (folder / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")

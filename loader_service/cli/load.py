@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from loader_service.errors import (
     FailureRecord,
     LoadCancelledError,
     LoaderError,
-    error_from_record,
     record_of,
 )
 from loader_service.reading.threads import ReadPool
@@ -43,6 +43,7 @@ from loader_service.stream import Load, TensorSpec
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.05
+LAUNCHER_REPEATS_S = 1.0  # a launcher passes on the signal that a terminal has already sent to every rank
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -91,9 +92,12 @@ async def _refused(options: LoadOptions, place: ranks.Place, error: LoaderError)
 class _Telling:
     """Prints a failure, once, if this rank is the one that does."""
 
-    def __init__(self, options: LoadOptions, place: ranks.Place) -> None:
+    def __init__(
+        self, options: LoadOptions, place: ranks.Place, *, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         self._options = options
         self._place = place
+        self._spokesman = ranks.Spokesman(place, stopped=stopped)
         self._lock = asyncio.Lock()
         self._told = False
 
@@ -103,10 +107,19 @@ class _Telling:
             if self._told:
                 return
             self._told = True
-            voice = await ranks.Spokesman(self._place).voice(record, agreed=agreed)
-            if voice != "none":
-                as_json = self._options.as_json and voice == "document"
-                print_failure(record, as_json=as_json, several_ranks=not self._place.alone)
+            voice = await self._spokesman.voice(record, agreed=agreed)
+            if voice == "none":
+                return
+            self._print(record, as_json=self._options.as_json and voice == "document")
+            if voice == "document":
+                await self._spokesman.printed()
+
+    def _print(self, record: FailureRecord, *, as_json: bool) -> None:
+        several = not self._place.alone
+        try:
+            print_failure(record, as_json=as_json, several_ranks=several)
+        except LoaderError:  # stdout is full: the line for a person is what is left
+            print_failure(record, as_json=False, several_ranks=several)
 
 
 class _LoadProcess:
@@ -117,10 +130,13 @@ class _LoadProcess:
         self._place = place
         self._config = config
         self._load: Load | None = None
-        self._telling = _Telling(options, place)
+        self._telling = _Telling(options, place, stopped=lambda: self._stood_still_s > config.agreement.timeout_s / 2)
         self._progress: LoadProgress = progress_of(options.load, shown=place.rank == 0)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
+        self._signal_at_s = 0.0
+        self._looked_at_s = time.monotonic()
+        self._stood_still_s = 0.0
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
@@ -188,6 +204,7 @@ class _LoadProcess:
 
     async def _watch(self) -> None:
         while True:
+            self._note_gap()
             failure = self._load.failure if self._load is not None else None
             if failure is not None:
                 await self._telling.tell(failure.record(), agreed=True)
@@ -195,16 +212,26 @@ class _LoadProcess:
             self._progress.tick()
             await asyncio.sleep(LOOK_EVERY_S)
 
+    def _note_gap(self) -> None:
+        """A process that is stopped (SIGSTOP, a frozen container) sees it as a gap in its own looking."""
+        now_s = time.monotonic()
+        self._stood_still_s = max(self._stood_still_s, now_s - self._looked_at_s)
+        self._looked_at_s = now_s
+
     def _interrupted(self, number: signal.Signals, work: asyncio.Task[None]) -> None:
         """The first signal makes the load leave by its normal door, which tells the other ranks; a second one ends all.
 
         A load that has failed is on its way out: a launcher's signal then changes nothing.
         """
+        now_s = time.monotonic()
+        self._note_gap()
         if self._signal is not None:
-            _leave_at_once()
-        self._signal = number
+            if self._place.alone or now_s - self._signal_at_s > LAUNCHER_REPEATS_S:
+                _leave_at_once(self._signal, number)
+            return
+        self._signal, self._signal_at_s = number, now_s
         if self._load is None or self._load.failure is None:
-            work.cancel()
+            work.cancel(f"interrupted by {number.name}")
 
     # How it ended
 
@@ -212,9 +239,12 @@ class _LoadProcess:
         """What this rank knows by itself."""
         own_rank = self._place.rank
         if isinstance(error, asyncio.CancelledError):
-            by = f" by {self._signal.name}" if self._signal is not None else ""
-            return LoadCancelledError(f"interrupted{by}", rank=own_rank).record()
+            return LoadCancelledError(str(error) or self._why_cancelled(), rank=own_rank).record()
         return record_of(error, rank=own_rank)
+
+    def _why_cancelled(self) -> str:
+        """For a cancellation that lost its text on the way through threads."""
+        return "interrupted" if self._signal is None else f"interrupted by {self._signal.name}"
 
     def _exit_code(self, error: BaseException) -> int:
         if isinstance(error, LoaderError):
@@ -226,7 +256,7 @@ class _LoadProcess:
         if cause is None or cause.error == LoadCancelledError.__name__:
             return EXIT_INTERRUPTED
         # The load had failed when the signal came: it is that failure's code.
-        return error_from_record(cause).exit_code if cause.rank == self._place.rank else EXIT_AGREEMENT
+        return ranks.exit_code_of(cause) if cause.rank == self._place.rank else EXIT_AGREEMENT
 
 
 def _look_at(
@@ -241,6 +271,6 @@ def _look_at(
     return look
 
 
-def _leave_at_once() -> NoReturn:
-    print_line("loader-service: interrupted twice: ending at once")
+def _leave_at_once(first: signal.Signals, second: signal.Signals) -> NoReturn:
+    print_line(f"loader-service: interrupted by {first.name}, then by {second.name}: ending at once")
     os._exit(EXIT_INTERRUPTED)

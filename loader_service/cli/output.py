@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -10,9 +11,26 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from loader_service.errors import FailureRecord
+from loader_service.errors import FailureRecord, LoaderError
 
 PROGRAM = "loader-service"
+
+
+def prepare_streams() -> None:
+    """Makes stdout and stderr fit for use whatever the caller did with them. Called once, before anything is opened.
+
+    A closed one becomes the null device, under its own number: else the next file that is opened would get that number,
+    and what libraries write there. Names that the encoding of stdout lacks are escaped instead of ending the command.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - lives as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_document(document: object) -> None:
@@ -21,11 +39,24 @@ def print_document(document: object) -> None:
 
 
 def print_text(text: str) -> None:
-    """Writes to stdout and flushes. A reader that has gone away (`| head`) wants no more, and is no failure."""
-    try:
+    """Writes to stdout and flushes. A reader that has gone away (`| head`) wants no more, and is no failure.
+
+    Raises LoaderError where stdout takes no more (a full disk); what is printed after that goes nowhere.
+    """
+    with writing_to_stdout():
         print(text, flush=True)
+
+
+@contextlib.contextmanager
+def writing_to_stdout() -> Iterator[None]:
+    """Deals with a stdout that fails: see `print_text`."""
+    try:
+        yield
     except BrokenPipeError:
         drop_stdout()
+    except OSError as error:
+        drop_stdout()
+        raise LoaderError(f"stdout cannot be written: {error.strerror}", errno=error.errno) from error
 
 
 def drop_stdout() -> None:

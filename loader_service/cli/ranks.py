@@ -12,22 +12,30 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, cast
 
 from loader_service.agreement.group import Rendezvous, from_environment, join_group
-from loader_service.agreement.messages import PHASES, Phase, PhaseRecord, error_of
+from loader_service.agreement.messages import (
+    MAX_ENTRY_BYTES,
+    MAX_RECORD_BYTES,
+    PHASES,
+    Phase,
+    PhaseRecord,
+    error_of,
+)
 from loader_service.agreement.protocol import LEADER
 from loader_service.config.schema import AgreementConfig
-from loader_service.errors import FailureRecord, LoaderError
+from loader_service.errors import EXIT_AGREEMENT, FailureRecord, LoaderError, error_from_record
 from loader_service.reading.threads import ReadPool
 
 GONE = frozenset({"LostRank", "LateRank", "LostStore"})  # records of ranks that nobody hears any more
 WAIT_FOR_LOWER_RANK_S = 2.0
 MAX_WAIT_S = 10.0
 _CONNECT_S = 2.0
+_FRAME_BYTES = 4 << 10  # what a record has beside its list; an entry has as much for each rank, at most
 
 Voice = Literal["document", "line", "none"]
 
@@ -76,6 +84,7 @@ async def tell_others(place: Place, load: str, error: BaseException) -> LoaderEr
 async def gather(place: Place, own: Mapping[str, object], settings: AgreementConfig) -> list[dict[str, object]]:
     """Every rank's document, in rank order, on every rank; collective. An exchange of its own after the load's.
 
+    A document travels in parts, one a phase; one too large for that comes without its longest lists, and says so.
     Raises RankFailure for a rank that does not bring its document within `agreement.timeout_s`.
     """
     if place.meeting is None:
@@ -84,23 +93,48 @@ async def gather(place: Place, own: Mapping[str, object], settings: AgreementCon
     bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
     group = join_group(meeting, settings=bounded)
     session = group.session("reports")
+    part_chars = part_limit(place.world_size)
+    packed = _packed_to_fit(own, part_chars * len(PHASES))
+    texts = [""] * place.world_size
     try:
-        verdict = await session.exchange(PHASES[0], PhaseRecord(listed=_packed(own)))
-        for phase in PHASES[1:]:  # the log has to come to its end, or closing would count as a failure
-            await session.exchange(phase, PhaseRecord())
+        for number, phase in enumerate(PHASES):  # all of them: the log has to come to its end
+            part = packed[number * part_chars : (number + 1) * part_chars]
+            verdict = await session.exchange(phase, PhaseRecord(listed=part))
+            texts = [text + cast("str", more) for text, more in zip(texts, verdict.listed or (), strict=True)]
     finally:
         await session.close()
         group.close()
-    return [_unpacked(cast("str", listed)) for listed in cast("Sequence[object]", verdict.listed)]
+    return [_unpacked(text) for text in texts]
+
+
+def part_limit(world_size: int) -> int:
+    """How many characters of a document travel at once: in a rank's record, and all ranks' in one verdict."""
+    return min(MAX_RECORD_BYTES - _FRAME_BYTES, (MAX_ENTRY_BYTES - _FRAME_BYTES) // world_size - _FRAME_BYTES)
+
+
+def _packed_to_fit(document: Mapping[str, object], limit_chars: int) -> str:
+    """What succeeded must not fail because there is much to tell: lists are left out until the rest fits."""
+    fallbacks = list(cast("Sequence[object]", document.get("fallbacks", ())))
+    kept = dict(document)
+    packed = _packed(kept)
+    for key in ("files_read", "warnings"):
+        if len(packed) <= limit_chars:
+            break
+        left_out = cast("Sequence[object]", document.get(key, ()))
+        fallbacks.append(f"report: {key} of rank {document.get('rank')} ({len(left_out)} texts) is too long to collect")
+        kept |= {key: [], "fallbacks": fallbacks}
+        packed = _packed(kept)
+    return packed
 
 
 def _packed(document: Mapping[str, object]) -> str:
-    """Compressed, since a record's size is bounded and a report can list a thousand files."""
-    return base64.b85encode(zlib.compress(json.dumps(document).encode())).decode("ascii")
+    """Compressed, since a record's size is bounded and a report can list thousands of files; ASCII, none of it escaped
+    in JSON."""
+    return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode("ascii")
 
 
 def _unpacked(text: str) -> dict[str, object]:
-    document: dict[str, object] = json.loads(zlib.decompress(base64.b85decode(text)))
+    document: dict[str, object] = json.loads(zlib.decompress(base64.b64decode(text)))
     return document
 
 
@@ -120,16 +154,24 @@ def turn_to_print(record: FailureRecord, *, rank: int, world_size: int) -> int:
     return rank - (1 if gone is not None and gone < rank else 0)
 
 
+def exit_code_of(record: FailureRecord) -> int:
+    """The code of the rank that a record names, on that rank."""
+    return EXIT_AGREEMENT if record.error in GONE else error_from_record(record).exit_code
+
+
 class Spokesman:
     """Decides, once a load has failed, whether this rank prints the record: the lowest that lives does, alone.
 
     Where rank 0 is gone, or no verdict came, a rank cannot know who else is: a whole node may have died. So each but
     the first in turn waits for a mark that the printing one leaves in the store, and prints in its place if none comes.
-    If the store is gone too, it prints the line only: a person may read it twice, a program may not.
+    If the store is gone too, it prints the line only: a person may read it twice, a program may not. `stopped` says
+    whether this process stood still for so long that the others may have given it up, and printed.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, stopped: Callable[[], bool] = lambda: False) -> None:
         self._place = place
+        self._stopped = stopped
+        self._marked = False
 
     async def voice(self, record: FailureRecord, *, agreed: bool) -> Voice:
         """What this rank prints of the failure. `agreed`: the record is the ranks' common verdict. Takes seconds only
@@ -137,6 +179,8 @@ class Spokesman:
         place = self._place
         if place.meeting is None:
             return "document"
+        if record.error == "LostStore" and self._stopped():
+            return "line"
         if record.error == "LostStore" and record.rank in (None, place.rank):
             # No rank hosts the store, and each knows only that it is cut off itself.
             return "document" if place.rank == LEADER else "line"
@@ -145,17 +189,30 @@ class Spokesman:
         turn = turn_to_print(record, rank=place.rank, world_size=place.world_size)
         if record.error == "LostStore":
             return "document" if turn == 0 else "none"
-        wait_s = min(turn * WAIT_FOR_LOWER_RANK_S, MAX_WAIT_S)
+        self._marked = True
+        won = await self._claimed(place.meeting, min(turn * WAIT_FOR_LOWER_RANK_S, MAX_WAIT_S))
+        if won is None:
+            return "document" if turn == 0 and not self._stopped() else "line"
+        return "document" if won else "none"
+
+    async def printed(self) -> None:
+        """Leaves the mark of a rank that printed without asking anyone: one that was stopped meanwhile, and given up, may
+        ask when it goes on."""
+        if self._place.meeting is not None and not self._marked:
+            self._marked = True
+            await self._claimed(self._place.meeting, 0.0)
+
+    async def _claimed(self, meeting: Rendezvous, wait_s: float) -> bool | None:
+        """Whether this rank's mark stands, after waiting for another's; None where the store is gone. Bounded."""
         # A thread that may be left behind: a store that is frozen ignores its own time limits.
         threads = ReadPool(1, name="loader-print")
         try:
-            asking = asyncio.wrap_future(threads.submit(_claim, place.meeting, wait_s))
-            won = await asyncio.wait_for(asking, wait_s + 2 * _CONNECT_S)
+            asking = asyncio.wrap_future(threads.submit(_claim, meeting, wait_s))
+            return await asyncio.wait_for(asking, wait_s + 2 * _CONNECT_S)
         except Exception:  # noqa: BLE001 - the store's failures have many classes; all of them mean: gone
-            return "document" if turn == 0 else "line"
+            return None
         finally:
             threads.stop()
-        return "document" if won else "none"
 
 
 def _claim(meeting: Rendezvous, wait_s: float) -> bool:

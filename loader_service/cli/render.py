@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loader_service.cli.output import drop_stdout
+from loader_service.cli.output import writing_to_stdout
 from loader_service.config.sizes import format_size
 from loader_service.planning.plan import LoadPlan
 from loader_service.report import LoadReport
 
 _SHADES = " ░▒▓█"
+_ASCII_SHADES = " .:*#"
 _MAX_NAMESPACES = 20
 _PLAIN_WIDTH = 160  # where no terminal says how wide it is: nothing is cut off in a log
 
@@ -37,14 +38,12 @@ def table(title: str, *columns: str) -> Table:
 
 
 def show(*parts: Table | str) -> None:
-    """Prints tables and lines to stdout; a reader that has gone away is no failure."""
-    try:
+    """Prints tables and lines to stdout, as `output.print_text` does."""
+    with writing_to_stdout():
         target = console()
         for part in parts:
             target.print(part)
         sys.stdout.flush()
-    except BrokenPipeError:
-        drop_stdout()
 
 
 def show_checkpoint(described: Mapping[str, object]) -> None:
@@ -144,6 +143,7 @@ def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16)
     if len(shards) > max_files or plan.world_size > max_ranks:
         return []
     lines = []
+    shades = _shades(sys.stdout.encoding)
     for rank in range(plan.world_size):
         own = plan.for_rank(rank)
         read = [0] * len(shards)
@@ -152,16 +152,24 @@ def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16)
         ):
             read[shard] += stop - start
         payload = [shard.identity.size_bytes - shard.header_bytes for shard in shards]
-        cells = "".join(_shade(part, whole) for part, whole in zip(read, payload, strict=True))
+        cells = "".join(_shade(part, whole, shades) for part, whole in zip(read, payload, strict=True))
         lines.append(f"{plan.load} rank {rank}  |{cells}|  shards, darker where more is read")
     return lines
 
 
-def _shade(part: int, whole: int) -> str:
+def _shades(encoding: str | None) -> str:
+    try:
+        _SHADES.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return _ASCII_SHADES
+    return _SHADES
+
+
+def _shade(part: int, whole: int, shades: str) -> str:
     """The lightest shade for any byte at all, full for (nearly) all of them."""
     if part == 0 or whole == 0:
-        return _SHADES[0] * 2
-    return _SHADES[min(4, 1 + int(4 * part / whole * 0.999))] * 2
+        return shades[0] * 2
+    return shades[min(4, 1 + int(4 * part / whole * 0.999))] * 2
 
 
 def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
