@@ -185,7 +185,7 @@ class LoadRun:
                 plan,
                 resources.pool,
                 chunk_bytes=self._engine.config.reads.chunk_bytes,
-                scratch_leases=_scratch_leases(resources),
+                scratch_leases=_scratch_leases(resources, plan),
             ),
         )
 
@@ -206,7 +206,7 @@ class LoadRun:
                 destinations,
                 resources.pool,
                 chunk_bytes=self._engine.config.reads.chunk_bytes,
-                scratch_leases=_scratch_leases(resources),
+                scratch_leases=_scratch_leases(resources, plan),
             ),
         )
 
@@ -373,10 +373,12 @@ class LoadRun:
         )
 
 
-def _scratch_leases(resources: Resources) -> int:
-    """Scratch slots of a load that copies: enough to keep the threads busy, at most half of the staging memory."""
+def _scratch_leases(resources: Resources, plan: RankPlan) -> int:
+    """Scratch slots of a load that copies: enough to keep the threads busy, no more than there is to read, at most half
+    of the staging memory."""
     slots = resources.pool.capacity_bytes // resources.pool.slot_bytes
-    return max(1, min(resources.thread_count * SCRATCH_LEASES_A_THREAD, slots // 2))
+    needed = -(-plan.read_bytes // resources.pool.slot_bytes)
+    return max(1, min(resources.thread_count * SCRATCH_LEASES_A_THREAD, needed, slots // 2))
 
 
 def _as_reported(error: BaseException) -> BaseException:

@@ -33,6 +33,11 @@ class _Service:
         storage: Storage | None = None,
         pinner: Pinner | None = None,
     ) -> None:
+        if not isinstance(config, ServiceConfig):
+            raise ConfigError(
+                f"a service takes a ServiceConfig, not a {type(config).__name__}: pass ls.load_config(path) or "
+                "ls.config_from_dict(...)"
+            )
         self.config = config
         self._group = group
         self._coords = coords
@@ -75,7 +80,7 @@ class _Service:
         raise ConfigError(f"this version does not have host tables: load '{load}' reads '{name}' as an ordinary tensor")
 
     def __del__(self) -> None:
-        if self._loop is not None:
+        if getattr(self, "_loop", None) is not None:
             warnings.warn("a LoaderService was dropped without being closed", ResourceWarning, stacklevel=2)
 
     def _forget(self) -> ServiceLoop | None:

@@ -37,11 +37,12 @@ Index = tuple[int | slice, ...]
 class TensorSpec:
     """How a rank's tensor comes from the checkpoint's.
 
-    `full_shape` is the whole tensor's in storage elements, `dtype` what is handed over, and `parts` pairs of indices:
-    `full[source]` goes to `mine[destination]`. One pair, unless a rule has `sections`.
+    `full_shape` is the whole tensor's in storage elements, `shape` this rank's part of it, `dtype` what is handed over,
+    and `parts` pairs of indices: `full[source]` goes to `mine[destination]`. One pair, unless a rule has `sections`.
     """
 
     full_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
 
@@ -216,9 +217,9 @@ class _Face:
         plan = self._run.rank_plan
         i = plan.index_of(name)
         if i is None:
-            raise KeyError(name)
+            raise KeyError(f"load '{self.name}': tensor '{name}' is not among those that this rank takes")
         part = plan.spec(i)
-        return TensorSpec(part.full_shape, storage_dtype(plan, i), part.parts)
+        return TensorSpec(part.full_shape, plan.storage_shape(i), storage_dtype(plan, i), part.parts)
 
     def _begin(self, fill: Callable[[], None]) -> None:
         """Starts the one consumption of this open; what goes wrong then reaches the consumer through the channel."""

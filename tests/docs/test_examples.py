@@ -53,6 +53,19 @@ def execute(block: Block, document: str, names: dict[str, object]) -> None:
         asyncio.run(outcome)
 
 
+def test_the_example_of_an_error_prints_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {}
+    execute(FIRST, API, names)
+    (block,) = (block for block in OTHERS if "ls.ConfigError" in block.text)
+    execute(block, API, names)
+    printed = capsys.readouterr().out.strip()
+    assert printed.startswith("2 no load is named")
+    assert printed.split(";")[0] in block.text
+
+
 @pytest.mark.parametrize("block", [FIRST, *OTHERS], ids=lambda block: f"line-{block.line}")
 def test_an_api_example_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import loader_service as ls
+from loader_service.run import LoadRun
 from tests.e2e import forty
 from tests.e2e.forty import LAST, SMALL, consume, payload_of
 from tests.e2e.seats import Seat, all_of, errors, make_seats, values
@@ -129,9 +130,11 @@ async def test_a_clean_break_on_one_rank_is_a_success_of_all(checkpoint: Checkpo
             if form == "generator":
                 stream = service.iter_weights("target")
                 await anext(stream)
+                assert service._engine is not None
+                run = service._engine.open_load
+                assert isinstance(run, LoadRun)
                 await stream.aclose()
-                assert service._run is not None
-                return service._run.report().complete
+                return run.report().complete
             async with service.open("target") as load:
                 if form == "owned":
                     async for _ in load:

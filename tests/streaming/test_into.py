@@ -160,5 +160,7 @@ async def test_slices_land_in_the_ranks_own_shape(checkpoint: Checkpoint, tmp_pa
     param = torch.zeros(640, 700)
     async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
         await load.into({"big.weight": param})
-        assert load.spec("big.weight").full_shape == (640, 700)
+        assert load.spec("big.weight").full_shape == load.spec("big.weight").shape == (640, 700)
+        with pytest.raises(KeyError, match="is not among those that this rank takes"):
+            load.spec("nowhere")
     assert_same(param, checkpoint.tensor("big.weight"))

@@ -240,6 +240,12 @@ async def test_one_open_load_for_each_service(checkpoint: Checkpoint) -> None:
     assert not load.report.complete
 
 
+@pytest.mark.parametrize("config", ["demo.yaml", {"loads": {"target": {}}}], ids=["a path", "a dictionary"])
+def test_a_service_takes_a_configuration(config: Any) -> None:
+    with pytest.raises(ls.ConfigError, match="load_config"):
+        ls.LoaderService(config)
+
+
 async def test_a_closed_service_says_so(checkpoint: Checkpoint) -> None:
     service = ls.LoaderService(checkpoint.config(), "solo")
     with pytest.raises(ls.StateError, match="not open"):
