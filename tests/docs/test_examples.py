@@ -61,7 +61,7 @@ def test_the_example_of_an_error_prints_it(
     execute(FIRST, API, names)
     (block,) = (block for block in OTHERS if "ls.ConfigError" in block.text)
     execute(block, API, names)
-    printed = capsys.readouterr().out.strip()
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
     assert printed.startswith("2 no load is named")
     assert printed.split(";")[0] in block.text
 
