@@ -5,6 +5,7 @@ Looks around through the `Storage`; whatever cannot be listed while looking is s
 
 from __future__ import annotations
 
+import difflib
 import errno
 import posixpath
 from collections import Counter
@@ -30,6 +31,9 @@ _OTHER_FORMATS: Final = {
 }
 
 
+_PATH_ADVICE = "only local paths are read, and a relative one starts from the configuration file's folder"
+
+
 def missing_error(path: str, storage: Storage) -> CheckpointError:
     """The error for a path that leads nowhere: names a dangling link's target, or the first folder that is missing."""
     parent, name = posixpath.split(path.rstrip("/"))
@@ -37,10 +41,11 @@ def missing_error(path: str, storage: Storage) -> CheckpointError:
     if entries is None:
         while parent not in ("", "/") and _listing(posixpath.dirname(parent), storage) is None:
             parent = posixpath.dirname(parent)
-        words = f"{path}: does not exist (neither does, or cannot be listed, its folder {parent})"
+        words = f"{path}: does not exist; its folder {parent} is missing too, or cannot be listed: {_PATH_ADVICE}"
     else:
         target = next((entry.link_target for entry in entries if entry.name == name and entry.kind == "dangling"), None)
-        words = f"{path}: does not exist"
+        similar = difflib.get_close_matches(name, [entry.name for entry in entries], n=1)
+        words = f"{path}: does not exist; " + (f"did you mean {similar[0]}?" if similar else _PATH_ADVICE)
         if target is not None:
             words = f"{path}: is a dangling link to {target}, which does not exist: fetch the target again"
     return CheckpointError(words, path=path, errno=errno.ENOENT)

@@ -136,10 +136,15 @@ def test_a_hub_cache_with_several_revisions_or_none_says_so(tmp_path: Path) -> N
 
 def test_a_missing_path_names_the_first_folder_that_is_missing(tmp_path: Path) -> None:
     error = refused(tmp_path / "none")
-    assert error.message == f"{tmp_path}/none: does not exist"
+    assert error.message.startswith(f"{tmp_path}/none: does not exist; only local paths are read")
     assert error.errno == errno.ENOENT
     assert error.path == f"{tmp_path}/none"
-    assert f"its folder {tmp_path}/none)" in refused(tmp_path / "none" / "deeper" / "still").message
+    assert f"its folder {tmp_path}/none is missing too" in refused(tmp_path / "none" / "deeper" / "still").message
+
+
+def test_a_misspelt_path_gets_the_name_that_was_meant(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    assert refused(tmp_path / "chekpoint").message == f"{tmp_path}/chekpoint: does not exist; did you mean checkpoint?"
 
 
 @pytest.mark.parametrize(
