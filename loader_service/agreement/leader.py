@@ -28,6 +28,7 @@ from loader_service.agreement.messages import (
 )
 from loader_service.agreement.protocol import (
     LEADER,
+    MISSED_BEATS,
     NO_ARRIVAL_HINT,
     Collect,
     Collected,
@@ -38,6 +39,7 @@ from loader_service.agreement.protocol import (
     Statuses,
     choose_cause,
     died,
+    died_before_the_others_were_stopped,
     timed_out,
 )
 from loader_service.errors import AgreementError, FailureRecord
@@ -61,7 +63,8 @@ class Leader:
         self._step: Literal["records", "bodies", "publishing", "done"] = "records"
         self._expected: tuple[str, ...] = ()
         self._failures: dict[int, Failure] = {}
-        self._window_ends_at_s: float | None = None
+        self._window_began_at_s: float | None = None
+        self._looked_at_s = now_s
         self._groups: list[list[int]] = []
         self._request: BodyRequest | None = None
         self._finer: Detail | None = None
@@ -131,6 +134,7 @@ class Leader:
             except MessageError as error:
                 self._unreadable(rank, f"its heartbeat cannot be read: {error}")
         effects: list[Effect] = list(self._lookout.look(decoded, statuses.asked_at_s, now_s))
+        self._looked_at_s = statuses.asked_at_s
         for rank, status in decoded.items():
             if status.failure is not None:
                 self._failures.setdefault(rank, status.failure)
@@ -175,12 +179,34 @@ class Leader:
         """Publishes FINAL once there is a failure and no other rank can be expected to have a better one to tell."""
         if not self.choosing:
             return []
-        if self._window_ends_at_s is None:
-            self._window_ends_at_s = now_s + self._limits.window_s
-        waiting_for = [rank for rank in range(self._world_size) if rank not in self._failures]
-        if any(not self._arrived(rank) for rank in waiting_for) and now_s < self._window_ends_at_s:
+        if self._window_began_at_s is None:
+            self._window_began_at_s = now_s
+        passed_s = now_s - self._window_began_at_s
+        ranks = range(self._world_size)
+        waiting_for = [rank for rank in ranks if rank not in self._failures and not self._arrived(rank)]
+        if waiting_for and passed_s < self._limits.window_s:
             return []
+        if all(failure.kind == "cancelled" for failure in self._failures.values()):
+            unheard = [rank for rank in waiting_for if self._unheard_since(rank, self._window_began_at_s)]
+            self._find_dead(unheard)
+            if set(unheard) - self._failures.keys() and passed_s < 3 * self._limits.heartbeat_s:
+                return []
         return self._publish(self._verdict("final", failure=choose_cause(self._failures)))
+
+    def _unheard_since(self, rank: int, since_s: float) -> bool:
+        watch = self._lookout.watches[rank]  # a beat that was seen together with the failure is older than it
+        return rank != LEADER and watch.heard and watch.beat_at_s <= since_s
+
+    def _find_dead(self, unheard: list[int]) -> None:
+        """Cancellations alone are no root cause where a rank has died: its launcher stops all others at once, long
+        before the limit of silence. A rank that lives beats soon."""
+        for rank in unheard:
+            watch = self._lookout.watches[rank]
+            silent_s = self._looked_at_s - watch.beat_at_s
+            if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
+                self._failures[rank] = died_before_the_others_were_stopped(
+                    rank, self.phase, silent_s, watch.last_progress
+                )
 
     # -- verdicts
 

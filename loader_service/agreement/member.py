@@ -17,6 +17,7 @@ from loader_service.agreement.messages import (
 )
 from loader_service.agreement.protocol import (
     LEADER,
+    MISSED_BEATS,
     NO_ARRIVAL_HINT,
     Effect,
     Limits,
@@ -26,6 +27,7 @@ from loader_service.agreement.protocol import (
     Statuses,
     Urge,
     died,
+    died_before_the_others_were_stopped,
     timed_out,
 )
 from loader_service.errors import FailureRecord
@@ -110,6 +112,12 @@ class Member:
         if self._lookout.silent(statuses.asked_at_s):
             silent_s = statuses.asked_at_s - watch.beat_at_s
             return effects + self._declare(died(LEADER, self.phase, silent_s, watch.last_progress))
+        if self.failure is not None and self.failure.kind == "cancelled" and watch.heard:
+            # As the leader does with the others: a launcher cancels all ranks when one has died.
+            silent_s = statuses.asked_at_s - watch.beat_at_s
+            if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
+                dead = died_before_the_others_were_stopped(LEADER, self.phase, silent_s, watch.last_progress)
+                return effects + self._declare(dead)
         if not watch.heard and statuses.asked_at_s - self._started_at_s > self._limits.start_timeout_s:
             text = f"the leading rank did not arrive within {self._limits.start_timeout_s:g} s; {NO_ARRIVAL_HINT}"
             return effects + self._declare(timed_out(LEADER, self.phase, text))

@@ -114,6 +114,12 @@ class Participant:
         else:
             self.byes_seen = True
 
+    @property
+    def none_reads(self) -> bool:
+        """True once no rank will read any more. One that was found dead may only have been stopped: it still reads why
+        the load ended."""
+        return self.byes_seen and not (self.leader is not None and self.leader.lost)
+
     def status(self) -> bytes:
         """The heartbeat's content, from the carrier's thread. It does not count on while the loop stands still for
         longer than the limit of silence: a rank whose service is stuck for good must not look alive."""

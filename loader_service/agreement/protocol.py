@@ -141,6 +141,9 @@ Effect: TypeAlias = Post | Publish | Collect | Urge | Warn
 # -- who is silent ----------------------------------------------------------------------------------------------------
 
 
+MISSED_BEATS = 2.25  # two, and what an answer may take
+
+
 class Watch:
     """What is known of one rank's life: its last beat, its last progress, and since when neither changed."""
 
@@ -220,6 +223,12 @@ def choose_cause(failures: dict[int, Failure]) -> Failure:
 def died(rank: int, phase: str, silent_s: float, last_progress: str) -> Failure:
     """A rank that was heard and then was silent for too long."""
     text = f"no sign of life for {silent_s:.1f} s; {last_progress}"
+    return Failure("died", FailureRecord("LostRank", text, rank, phase))
+
+
+def died_before_the_others_were_stopped(rank: int, phase: str, silent_s: float, last_progress: str) -> Failure:
+    """A rank that has missed beats, found when the others were cancelled: a launcher stops them after a death."""
+    text = f"no sign of life for {silent_s:.1f} s while other ranks were stopped from outside; {last_progress}"
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 
 

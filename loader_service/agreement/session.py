@@ -170,7 +170,7 @@ class Session:
             if self._ticker is not None:
                 self._ticker.cancel()
             stopped = asyncio.Event()
-            self._carrier.stop(tidy=participant.byes_seen, stopped=lambda: self._call_soon(stopped.set))
+            self._carrier.stop(tidy=participant.none_reads, stopped=lambda: self._call_soon(stopped.set))
             # Also where the store is lost: a thread still inside its call when the interpreter ends aborts the process.
             if self._ended is not None:
                 await _wait_for(stopped, _STOP_WAIT_S)

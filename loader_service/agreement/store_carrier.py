@@ -1,9 +1,10 @@
 """Messages over a torch.distributed store: no collective, no process group, nothing of the caller's is touched.
 
 Every blocking call is made by a daemon thread of the carrier on a client of its own (`Store.clone()`: a client that is
-blocked in a wait stalls every other call on it). Nobody waits for these threads: a store that is frozen ignores its
-own time limits, so the session looks from outside how long a call takes and gives the store up. Waits have no time
-limit of their own, because a store client that times out writes two lines to stderr; they end by writing the key.
+blocked in a wait stalls every other call on it). Nobody waits for these threads without bound: a store that is frozen
+ignores its own time limits, so the session looks from outside how long a call takes and gives the store up. Waits have
+no time limit of their own, because a store client that times out writes two lines to stderr; they end by writing the
+key.
 """
 
 from __future__ import annotations

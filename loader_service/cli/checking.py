@@ -162,7 +162,7 @@ def _target(path: Path) -> Path:
     """The file that a manifest is written to: links are followed, so that they stay."""
     target = Path(os.path.realpath(path))
     try:
-        found = os.stat(path)
+        found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return target
     except OSError as error:  # a name that is too long, links in a circle

@@ -146,7 +146,9 @@ class _LoadProcess:
         watch = loop.create_task(self._watch())
         try:
             await asyncio.wait({work})
-            error: BaseException | None = asyncio.CancelledError() if work.cancelled() else work.exception()
+            error: BaseException | None = (
+                asyncio.CancelledError(self._why_cancelled()) if work.cancelled() else work.exception()
+            )
             if error is None:
                 return EXIT_OK
             if self._options.debug:
@@ -231,7 +233,7 @@ class _LoadProcess:
             return
         self._signal, self._signal_at_s = number, now_s
         if self._load is None or self._load.failure is None:
-            work.cancel(f"interrupted by {number.name}")
+            work.cancel(self._why_cancelled())
 
     # How it ended
 
@@ -239,11 +241,10 @@ class _LoadProcess:
         """What this rank knows by itself."""
         own_rank = self._place.rank
         if isinstance(error, asyncio.CancelledError):
-            return LoadCancelledError(str(error) or self._why_cancelled(), rank=own_rank).record()
+            return LoadCancelledError(self._why_cancelled(), rank=own_rank).record()
         return record_of(error, rank=own_rank)
 
     def _why_cancelled(self) -> str:
-        """For a cancellation that lost its text on the way through threads."""
         return "interrupted" if self._signal is None else f"interrupted by {self._signal.name}"
 
     def _exit_code(self, error: BaseException) -> int:

@@ -35,7 +35,7 @@ GONE = frozenset({"LostRank", "LateRank", "LostStore"})  # records of ranks that
 WAIT_FOR_LOWER_RANK_S = 2.0
 MAX_WAIT_S = 10.0
 _CONNECT_S = 2.0
-_FRAME_BYTES = 4 << 10  # what a record has beside its list; an entry has as much for each rank, at most
+_FRAME_BYTES = 4 << 10  # what a record or a verdict has beside what it lists
 
 Voice = Literal["document", "line", "none"]
 
@@ -109,7 +109,7 @@ async def gather(place: Place, own: Mapping[str, object], settings: AgreementCon
 
 def part_limit(world_size: int) -> int:
     """How many characters of a document travel at once: in a rank's record, and all ranks' in one verdict."""
-    return min(MAX_RECORD_BYTES - _FRAME_BYTES, (MAX_ENTRY_BYTES - _FRAME_BYTES) // world_size - _FRAME_BYTES)
+    return min(MAX_RECORD_BYTES - _FRAME_BYTES, (MAX_ENTRY_BYTES - _FRAME_BYTES) // world_size - len('"",'))
 
 
 def _packed_to_fit(document: Mapping[str, object], limit_chars: int) -> str:
@@ -130,11 +130,11 @@ def _packed_to_fit(document: Mapping[str, object], limit_chars: int) -> str:
 def _packed(document: Mapping[str, object]) -> str:
     """Compressed, since a record's size is bounded and a report can list thousands of files; ASCII, none of it escaped
     in JSON."""
-    return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode("ascii")
+    return base64.b85encode(zlib.compress(json.dumps(document).encode())).decode("ascii")
 
 
 def _unpacked(text: str) -> dict[str, object]:
-    document: dict[str, object] = json.loads(zlib.decompress(base64.b64decode(text)))
+    document: dict[str, object] = json.loads(zlib.decompress(base64.b85decode(text)))
     return document
 
 
@@ -179,6 +179,7 @@ class Spokesman:
         place = self._place
         if place.meeting is None:
             return "document"
+        self._marked = self._marked or record.error == "LostStore"  # there is nowhere to leave a mark
         if record.error == "LostStore" and self._stopped():
             return "line"
         if record.error == "LostStore" and record.rank in (None, place.rank):
@@ -196,8 +197,8 @@ class Spokesman:
         return "document" if won else "none"
 
     async def printed(self) -> None:
-        """Leaves the mark of a rank that printed without asking anyone: one that was stopped meanwhile, and given up, may
-        ask when it goes on."""
+        """Leaves the mark of a rank that printed without asking anyone: one that was stopped meanwhile, and given up,
+        asks when it goes on."""
         if self._place.meeting is not None and not self._marked:
             self._marked = True
             await self._claimed(self._place.meeting, 0.0)

@@ -10,6 +10,7 @@ import pytest
 
 from loader_service.agreement.messages import JSON, PHASES, Detail, Failure, FailureKind, Phase, PhaseRecord, Status
 from loader_service.agreement.protocol import Lookout, choose_cause
+from loader_service.agreement.session import FAIL_WAIT_S
 from loader_service.errors import FailureRecord
 from tests.agreement.simulation import LIMITS, SimulatedRank, World
 
@@ -115,7 +116,62 @@ def test_a_later_root_cause_is_waited_for_but_not_longer_than_the_window() -> No
     assert run(0.5).cause().record.rank == 1
     late = run(5)
     assert late.cause().record.rank == 0
-    assert late.time.now_s == pytest.approx(LIMITS.window_s, abs=0.1)
+    # The failure is a cancellation, so that the next heartbeats are waited for too.
+    assert LIMITS.window_s <= late.time.now_s < LIMITS.heartbeat_s + 0.1
+
+
+@pytest.mark.parametrize("kind", ["cancelled", "error"])
+@pytest.mark.parametrize("stopped", [[0, 2], [2]], ids=["leader and member", "member only"])
+def test_a_death_that_made_the_launcher_stop_the_others_is_the_cause(kind: FailureKind, stopped: list[int]) -> None:
+    """Rank 1 is killed between two beats; 0.2 s later its launcher cancels others, rank 3 reads on until it is told."""
+
+    def act(rank: SimulatedRank, phase: Phase, attempt: int) -> PhaseRecord | None:
+        if phase is not Phase.READ:
+            return PhaseRecord("same")
+        if rank.rank == 1:
+            rank.world.time.call_later(3.3, rank.kill)
+        if rank.rank in stopped:
+            rank.world.time.call_later(3.5, lambda: rank.fail(phase, "LoadCancelledError", kind))
+        return None
+
+    world = World(4, act=act).run()
+    failure = world.cause()
+    if kind == "error":  # an own error is cause enough, and reaches the others within the second
+        assert (failure.kind, failure.record.rank) == ("error", stopped[0])
+        assert world.time.now_s < 3.5 + 1
+        return
+    assert (failure.kind, failure.record.error, failure.record.rank) == ("died", "LostRank", 1)
+    assert "while other ranks were stopped from outside" in failure.record.message
+    assert world.time.now_s < 3.5 + 3 * LIMITS.heartbeat_s, "long before the limit of silence"
+
+
+@pytest.mark.parametrize("stopped", [[1, 2, 3], [2]], ids=["all others", "one"])
+def test_a_death_of_the_leader_that_made_the_launcher_stop_the_others_is_the_cause(stopped: list[int]) -> None:
+    def act(rank: SimulatedRank, phase: Phase, attempt: int) -> PhaseRecord | None:
+        if phase is not Phase.READ:
+            return PhaseRecord("same")
+        if rank.rank == 0:
+            rank.world.time.call_later(3.3, rank.kill)
+        elif rank.rank in stopped:
+            rank.world.time.call_later(3.5, lambda: rank.fail(phase, "LoadCancelledError", "cancelled"))
+        return None
+
+    world = World(4, act=act).run()
+    failure = world.cause()
+    assert (failure.kind, failure.record.error, failure.record.rank) == ("died", "LostRank", 0)
+    assert world.time.now_s < 3.5 + FAIL_WAIT_S, "before the cancelled ranks give up"
+
+
+def test_a_rank_that_has_nothing_left_to_do_is_not_waited_for_when_others_are_cancelled() -> None:
+    def act(rank: SimulatedRank, phase: Phase, attempt: int) -> PhaseRecord | None:
+        if phase is Phase.READ and rank.rank == 2:
+            rank.world.time.call_later(5.5, lambda: rank.fail(phase, "LoadCancelledError", "cancelled"))
+            return None
+        return PhaseRecord("same")
+
+    world = World(3, act=act).run()
+    assert world.cause().record.rank == 2
+    assert world.time.now_s - 5.5 < LATENCY_S
 
 
 def test_the_window_closes_early_when_all_others_have_nothing_left_to_fail_at() -> None:

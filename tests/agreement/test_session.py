@@ -16,9 +16,10 @@ from typing import cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from loader_service.agreement import store_carrier
 from loader_service.agreement.carriers import Carrier, MemoryBoard
 from loader_service.agreement.group import join_group
-from loader_service.agreement.messages import PHASES, Phase, PhaseRecord, Verdict
+from loader_service.agreement.messages import PHASES, Failure, Phase, PhaseRecord, Verdict
 from loader_service.agreement.protocol import Limits
 from loader_service.agreement.session import Session
 from loader_service.agreement.store_carrier import StoreCarrier
@@ -26,6 +27,7 @@ from loader_service.agreement.store_clients import ClientPool, Meeting, Store
 from loader_service.errors import (
     AgreementError,
     CheckpointError,
+    FailureRecord,
     LoadCancelledError,
     RankFailure,
     ReadError,
@@ -221,6 +223,107 @@ async def test_a_fail_wakes_the_leader_long_before_the_next_heartbeat() -> None:
     async with asyncio.timeout(20):  # a watchdog: it takes the window, 0.75 s
         await made[1].fail(ReadError("EIO"), Phase.READ)
         await arrived.wait()
+
+
+class LostStore:
+    """A store whose connections are closed, except that one call comes back only when it is let."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+        self.let = threading.Event()
+
+    def clone(self) -> LostStore:
+        return self
+
+    def wait(self, *args: object) -> None:
+        self.waiting.set()
+        self.let.wait()
+        raise ConnectionError("closed")
+
+    def set(self, *args: object) -> None:
+        self.waiting.wait()
+        raise ConnectionError("closed")
+
+
+def lost_session(store: LostStore, **limits: float) -> tuple[Session, StoreCarrier]:
+    meeting = Meeting(ClientPool(lambda: cast(Store, store)), "test", 1, keep=False)
+    meeting.session = lambda client, session: lambda in_session: in_session  # type: ignore[method-assign]
+    carrier = StoreCarrier(
+        meeting=meeting, session=0, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere"
+    )
+    return Session("load", carrier, rank=1, world_size=2, limits=replace(LIMITS, **limits)), carrier
+
+
+async def test_closing_waits_for_a_thread_that_is_still_in_a_lost_store() -> None:
+    """It would come back into an interpreter that is being taken down, and abort the process."""
+    store = LostStore()
+    session, carrier = lost_session(store)
+    with pytest.raises(RankFailure, match="lost the store"):
+        await session.exchange(Phase.CONFIG, SAME)
+    closing = asyncio.ensure_future(session.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    store.let.set()
+    await closing
+    assert carrier._threads == 0
+
+
+async def test_closing_does_not_wait_for_threads_that_have_ended_or_never_will(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loader_service.agreement.session._STOP_WAIT_S", 0.2)
+    stuck = LostStore()
+    session, _ = lost_session(stuck)
+    with pytest.raises(RankFailure, match="lost the store"):
+        await session.exchange(Phase.CONFIG, SAME)
+    async with asyncio.timeout(20):  # a watchdog
+        await session.close()
+    stuck.let.set()
+
+    monkeypatch.setattr("loader_service.agreement.session._STOP_WAIT_S", 3600.0)
+    store = LostStore()
+    store.let.set()
+    session, carrier = lost_session(store)
+    with pytest.raises(RankFailure, match="lost the store"):
+        await session.exchange(Phase.CONFIG, SAME)
+    for thread in list(store_carrier._running):
+        await asyncio.to_thread(thread.join, 20)
+    async with asyncio.timeout(20):
+        await session.close()
+    assert carrier._threads == 0
+
+
+def test_the_end_of_the_process_waits_for_threads_on_their_way_out_and_not_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck, late = threading.Event(), threading.Event()
+    threads = [threading.Thread(target=event.wait, daemon=True) for event in (stuck, late)]
+    monkeypatch.setattr(store_carrier, "_running", set(threads))
+    for thread in threads:
+        thread.start()
+    threading.Timer(0.05, late.set).start()
+    store_carrier._let_threads_end()
+    assert [thread.is_alive() for thread in threads] == [True, False]
+    stuck.set()
+
+
+async def test_the_verdict_stays_for_a_rank_that_was_found_dead_and_may_only_have_been_stopped() -> None:
+    made = sessions(3, replace(LIMITS, grace_s=5.0))
+    tidied: list[bool] = []
+    stop = made[0]._carrier.stop
+
+    def stopping(*, tidy: bool, stopped: Callable[[], None]) -> None:
+        tidied.append(tidy)
+        stop(tidy=tidy, stopped=stopped)
+
+    made[0]._carrier.stop = stopping  # type: ignore[method-assign]
+    await together(made, Phase.CONFIG)
+    leader = made[0]._participant
+    assert leader is not None
+    assert leader.leader is not None
+    leader.leader._failures[2] = Failure("died", FailureRecord("LostRank", "silent", 2))
+    await asyncio.gather(*(session.fail(ReadError("x"), Phase.CATALOG) for session in made[:2]))
+    await made[1].close()
+    await made[0].close()
+    assert tidied == [False]
 
 
 async def test_order_is_enforced() -> None:

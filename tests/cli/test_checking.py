@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +28,8 @@ from loader_service.cli.checking import (
     write_manifest,
 )
 from tests.support.shards import pattern_bytes, write_shard
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="open files have names in /proc")
 
 
 def opened_parts(
@@ -114,15 +122,104 @@ def test_the_rank_stands_before_the_suffix(out: str, rank: int, ranks: int, expe
     assert manifest_path(Path(out), rank, ranks) == Path(expected)
 
 
-def test_a_manifest_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(tmp_path: Path) -> None:
+def test_a_manifest_that_cannot_be_written_leaves_nothing_and_keeps_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = tmp_path / "m.json"
     old.write_text("old")
-    taken = tmp_path / "folder"
-    taken.mkdir()
-    with pytest.raises(ls.ConfigError, match="cannot be written"):
-        write_manifest(taken, {"x": 1})
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ls.ConfigError, match="cannot be written: No space left") as caught:
+        write_manifest(old, {"x": 1})
+    assert caught.value.errno == errno.ENOSPC
     assert old.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "m.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+
+
+def _make_fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "place")
+    return folder / "place"
+
+
+def _link_to_a_fifo(folder: Path) -> Path:
+    (folder / "place").symlink_to(_make_fifo(folder).rename(folder / "fifo"))
+    return folder / "place"
+
+
+def _make_socket(folder: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(folder):  # a socket's path is short
+        bound.bind("place")
+    return folder / "place"
+
+
+def _link_in_a_circle(folder: Path) -> Path:
+    (folder / "place").symlink_to("place")
+    return folder / "place"
+
+
+def _removed_file(folder: Path) -> Path:
+    file = os.open(folder / "place", os.O_CREAT)
+    (folder / "place").unlink()
+    return Path(f"/proc/self/fd/{file}")
+
+
+def _pipe(folder: Path) -> Path:
+    return Path(f"/proc/self/fd/{os.pipe()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (_make_fifo, "not a regular file"),
+        (_link_to_a_fifo, "not a regular file"),
+        (_make_socket, "not a regular file"),
+        (_link_in_a_circle, "Too many levels of symbolic links"),
+        pytest.param(_removed_file, "was removed", marks=LINUX),
+        pytest.param(_pipe, "not a regular file", marks=LINUX),
+    ],
+)
+def test_a_manifest_never_takes_the_place_of_what_is_no_file(
+    make: Callable[[Path], Path], what: str, tmp_path: Path
+) -> None:
+    place = make(tmp_path)
+    before = sorted((path.name, path.lstat().st_mode) for path in tmp_path.iterdir())
+    for act in (check_writable, lambda path: write_manifest(path, {"x": 1})):
+        with pytest.raises(ls.ConfigError, match=what):
+            act(place)
+    assert sorted((path.name, path.lstat().st_mode) for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["to a file", "dangling"])
+def test_a_manifest_is_written_through_a_link(exists: bool, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere" / "target.json"
+    target.parent.mkdir()
+    if exists:
+        target.write_text("old")
+    link = tmp_path / "link.json"
+    link.symlink_to("elsewhere/target.json")
+    check_writable(link)
+    write_manifest(link, {"x": 1})
+    assert link.is_symlink()
+    assert not target.is_symlink()
+    assert json.loads(target.read_text()) == {"x": 1}
+
+
+def test_a_link_into_a_folder_that_does_not_exist_is_found_before_the_load(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("none/target.json")
+    with pytest.raises(ls.ConfigError, match=r"the folder .*none does not exist"):
+        check_writable(tmp_path / "link.json")
+
+
+def test_a_manifest_s_name_may_be_as_long_as_names_are_and_no_longer(tmp_path: Path) -> None:
+    longest = tmp_path / ("m" * (os.pathconf(tmp_path, "PC_NAME_MAX") - len(".json")) + ".json")
+    check_writable(longest)
+    write_manifest(longest, {"x": 1})
+    assert json.loads(longest.read_text()) == {"x": 1}
+    with pytest.raises(ls.ConfigError, match="File name too long"):
+        check_writable(manifest_path(longest, 0, 2))
 
 
 def test_a_manifest_s_folder_must_exist(tmp_path: Path) -> None:

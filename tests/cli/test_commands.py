@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,8 @@ import torch
 from safetensors import safe_open
 
 from loader_service.cli import app
-from tests.cli.support import Fault, payload_fault, write_config, write_small_checkpoint
+from loader_service.cli.output import prepare_streams
+from tests.cli.support import ROOT, Fault, payload_fault, write_config, write_small_checkpoint
 from tests.support.shards import pattern_bytes, write_index, write_shard
 
 Capture = pytest.CaptureFixture[str]
@@ -384,6 +390,61 @@ class TestFailures:
         monkeypatch.setenv("RANK", "1")
         assert app.run(["load", "--json"]) == 2
         assert capsys.readouterr() == ("", "")
+
+
+class FullDisk(io.StringIO):
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("json_option", [["--json"], []], ids=["json", "table"])
+@pytest.mark.parametrize("command", ["plan", "load", "inspect"])
+def test_a_stdout_that_is_full_is_one_line_and_code_1(
+    command: str,
+    json_option: list[str],
+    config: Path,
+    checkpoint: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = [command, str(config), "--load", "all"] if command != "inspect" else [command, str(checkpoint)]
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    assert app.run([*args, *json_option]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if " WARNING " not in line]
+    assert lines == ["loader-service: stdout cannot be written: No space left on device"]
+
+
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "</dev/null >&-"])
+def test_closed_streams_are_no_failure(streams: str, checkpoint: Path, tmp_path: Path) -> None:
+    command = f'"$0" -m loader_service inspect "$1" --json {streams}'
+    ended = subprocess.run(
+        ["sh", "-c", command, sys.executable, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    if streams == "2>&-":
+        assert json.loads(ended.stdout)["tensors"] == 8
+
+
+def test_a_stdout_in_ascii_gets_pictures_and_names_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "modèle"
+    write_small_checkpoint(folder)
+    config = write_config(tmp_path / "two.yaml", folder, ranks=2)
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    prepare_streams()
+    assert app.run(["plan", str(config), "--load", "all"]) == 0
+    assert app.run(["inspect", str(folder)]) == 0
+    printed = raw.getvalue().decode("ascii")
+    assert re.search(r"all rank 0 +\|[.:*#]{4}\|", printed), printed
+    assert "mod\\xe8le" in printed
 
 
 def test_schema_is_json_with_and_without_being_asked(capsys: Capture) -> None:

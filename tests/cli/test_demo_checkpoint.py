@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,17 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
         make_demo_checkpoint(own / "model.safetensors", total_bytes=SMALL_BYTES)
     assert (own / "model.safetensors").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_files_have_the_mode_that_the_umask_says(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        made = make_demo_checkpoint(tmp_path / "demo", total_bytes=SMALL_BYTES)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made.path.iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:

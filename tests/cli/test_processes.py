@@ -74,7 +74,10 @@ def test_a_signal_ends_a_load_with_a_read_that_never_returns(
     process.send_signal(number)
     ended = process.end()
     assert ended.code == 130
-    assert ended.document["error"] == "LoadCancelledError"
+    assert (ended.document["error"], ended.document["message"]) == (
+        "LoadCancelledError",
+        f"interrupted by {number.name}",
+    )
     assert "Traceback" not in ended.err
 
 
@@ -90,7 +93,9 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, checkpoint: Pa
         return not process.running
 
     wait_until(interrupted_until_it_ends)
-    assert process.end().code == 130
+    ended = process.end()
+    assert ended.code == 130
+    assert "interrupted by SIGINT, then by SIGINT: ending at once" in ended.err
 
 
 def test_a_failing_read_on_one_rank_ends_both_and_rank_0_alone_says_so(tmp_path: Path, checkpoint: Path) -> None:

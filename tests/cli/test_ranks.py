@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
+from loader_service.agreement.codec import encode_entry, encode_record
 from loader_service.agreement.group import Rendezvous
+from loader_service.agreement.messages import PHASES, PhaseRecord, Verdict
 from loader_service.cli import ranks
 from loader_service.cli.ranks import Place, Spokesman, gather, place_from, turn_to_print
 from loader_service.config.schema import AgreementConfig
@@ -31,6 +36,16 @@ def places(server: TCPStore, world_size: int, nonce: str) -> list[Place]:
     return [
         Place(rank, world_size, Rendezvous(address, rank, world_size, nonce, served=True)) for rank in range(world_size)
     ]
+
+
+async def gather_all(server: TCPStore, nonce: str, own: Sequence[dict[str, Any]]) -> list[list[dict[str, object]]]:
+    """What each rank gets."""
+    return await asyncio.gather(
+        *(
+            gather(place, document, AgreementConfig(timeout_s=20.0))
+            for place, document in zip(places(server, len(own), nonce), own, strict=True)
+        )
+    )
 
 
 def unreachable(world_size: int) -> list[Place]:
@@ -107,15 +122,92 @@ async def test_one_rank_alone_prints() -> None:
     assert await Spokesman(Place(0, 1, None)).voice(READ_FAILED, agreed=False) == "document"
 
 
+async def test_a_rank_that_was_stopped_and_given_up_prints_no_second_document(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "WAIT_FOR_LOWER_RANK_S", 0.2)
+    leader, resumed = places(server, 2, "resumed")
+    speaking = Spokesman(leader)
+    assert await speaking.voice(FailureRecord("LostRank", "no sign of life", 1), agreed=True) == "document"
+    await speaking.printed()
+    interrupted = FailureRecord("LoadCancelledError", "interrupted by SIGTERM", 1)
+    assert await Spokesman(resumed, stopped=lambda: True).voice(interrupted, agreed=False) == "none"
+
+
+async def test_a_rank_whose_leader_died_without_printing_prints_in_its_place(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "WAIT_FOR_LOWER_RANK_S", 0.2)
+    interrupted = FailureRecord("LoadCancelledError", "interrupted by SIGTERM", 1)
+    assert await Spokesman(places(server, 2, "died")[1]).voice(interrupted, agreed=False) == "document"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_was_stopped_and_finds_no_store_says_a_line_only(rank: int) -> None:
+    """The store's host may have printed and ended meanwhile; or, where it was stopped itself, the others have."""
+    resumed = Spokesman(unreachable(2)[rank], stopped=lambda: True)
+    assert await resumed.voice(STORE_OF_RANK_0_DIED, agreed=True) == "line"
+    assert await resumed.voice(READ_FAILED, agreed=False) == "line"
+
+
+async def test_where_the_store_is_gone_no_mark_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_claim", lambda meeting, wait_s: pytest.fail("it takes seconds if the store is frozen"))
+    speaking = Spokesman(unreachable(2)[1])
+    assert await speaking.voice(STORE_OF_RANK_0_DIED, agreed=True) == "document"
+    await speaking.printed()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("LostRank", 4),
+        ("LateRank", 4),
+        ("LostStore", 4),
+        ("ReadError", 5),
+        ("LoadCancelledError", 130),
+        ("KeyError", 1),
+    ],
+)
+def test_every_record_of_a_rank_has_its_code(error: str, code: int) -> None:
+    assert ranks.exit_code_of(FailureRecord(error, "it happened", 1)) == code
+
+
 async def test_reports_come_together_in_rank_order(server: TCPStore) -> None:
     own = [{"rank": rank, "files_read": [f"{rank}-{i}" for i in range(5000)]} for rank in range(3)]
-    gathered = await asyncio.gather(
-        *(
-            gather(place, document, AgreementConfig(timeout_s=20.0))
-            for place, document in zip(places(server, 3, "reports"), own, strict=True)
-        )
-    )
-    assert gathered == [own, own, own]
+    assert await gather_all(server, "reports", own) == [own, own, own]
+
+
+def random_names(count: int, seed: int) -> list[str]:
+    source = random.Random(seed)
+    return [f"{source.getrandbits(256):064x}.safetensors" for _ in range(count)]
+
+
+async def test_a_report_of_thousands_of_files_without_any_pattern_arrives_whole(server: TCPStore) -> None:
+    own = [{"rank": rank, "files_read": random_names(4000, rank), "fallbacks": []} for rank in range(2)]
+    assert await gather_all(server, "hashed", own) == [own, own]
+
+
+async def test_a_report_that_is_too_large_comes_without_its_lists_and_says_so(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "part_limit", lambda world_size: 100)
+    small = {"rank": 0, "files_read": ["a"], "warnings": ["w"], "fallbacks": ["f"]}
+    many = {"rank": 1, "files_read": random_names(20, 1), "warnings": ["w"], "fallbacks": ["f"]}
+    [[first, second], other] = await gather_all(server, "too large", [small, many])
+    assert other == [first, second]
+    assert first == small
+    assert second == {
+        **many,
+        "files_read": [],
+        "fallbacks": ["f", "report: files_read of rank 1 (20 texts) is too long to collect"],
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 1000, 10000])
+def test_the_parts_of_all_reports_fit_into_a_record_and_a_verdict(world_size: int) -> None:
+    part = "~" * ranks.part_limit(world_size)
+    encode_record(PhaseRecord(listed=part))
+    encode_entry(Verdict(5, PHASES[0], "go", listed=(part,) * world_size))
 
 
 async def test_a_report_that_never_comes_names_its_rank(server: TCPStore) -> None:
