@@ -61,12 +61,12 @@ class _Call(Generic[T]):
         else:
             self.done.set_result(task.result())
 
-    def cancel(self) -> None:
+    def cancel(self, why: object = None) -> None:
         """Cancels the coroutine, but never before its first step: cleaning up must begin even if it is cut short."""
 
         def cancel_task() -> None:
             assert self._task is not None  # `_start` was posted before
-            self._loop.call_soon(self._task.cancel)
+            self._loop.call_soon(self._task.cancel, why)
 
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the task with it
             self._loop.call_soon_threadsafe(cancel_task)
@@ -170,9 +170,9 @@ class ServiceLoop:
         waiting = asyncio.wrap_future(call.done)
         try:
             return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not waiting.done():
-                call.cancel()
+                call.cancel(*error.args)
                 with contextlib.suppress(Exception):
                     await asyncio.shield(waiting)
             raise

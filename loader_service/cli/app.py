@@ -119,7 +119,7 @@ def plan_command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", min=1, help="For so many ranks. [default: the mesh's product, else WORLD_SIZE, else 1]"
+            "--ranks", min=1, help="For so many ranks (default: the mesh's product, else WORLD_SIZE, else 1)."
         ),
     ] = None,
     json: Json = False,

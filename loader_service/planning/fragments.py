@@ -140,10 +140,10 @@ class PartGeometry:
     def _merge(self, gap_bytes: int) -> tuple[int, tuple[tuple[Run, ...], ...]]:
         """(level, clusters): a fragment is one index of each dimension above `level` and one cluster of runs there.
 
-        For example rows 2 and 3 of each of 4 matrices of 6 x 8 bytes, [4, 6, 8][:, 2:4]: the deepest cut is dimension 1,
-        whose one run is 16 bytes. From one matrix's run to the next are 32 bytes. If that is closer than `gap_bytes`,
-        the level rises to 0 and all is one block: bytes 16 to 176, of which views take 4 x 16. Else the level stays 1
-        and there are 4 direct fragments of 16 bytes.
+        For example rows 2 and 3 of each of 4 matrices of 6 x 8 bytes, [4, 6, 8][:, 2:4]: the deepest cut is dimension
+        1, whose one run is 16 bytes. From one matrix's run to the next are 32 bytes. If that is closer than
+        `gap_bytes`, the level rises to 0 and all is one block: bytes 16 to 176, of which views take 4 x 16. Else the
+        level stays 1 and there are 4 direct fragments of 16 bytes.
         """
         level = self._deepest_cut()
         longest = next((dim for dim, size in enumerate(self.shape) if size > 1), len(self.shape))
