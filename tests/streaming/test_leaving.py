@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,13 @@ def pool_of(service: ls.LoaderService | ls.BlockingLoaderService) -> PoolStatist
     assert service._engine is not None
     assert service._engine._pool is not None
     return service._engine._pool.statistics()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what other threads' counters say; a watchdog ends it."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - counters send no events
+            await asyncio.sleep(0.002)
 
 
 async def assert_next_load_is_whole(service: ls.LoaderService, checkpoint: Checkpoint) -> None:
@@ -442,6 +449,39 @@ async def test_backpressure_bounds_what_is_read_ahead(checkpoint: Checkpoint) ->
         async for batch in stream:
             batch.release()
     assert load.report.peak_staging_bytes <= 64 << 10
+
+
+async def test_owned_tensors_are_not_read_ahead_beyond_the_capacity(checkpoint: Checkpoint) -> None:
+    capacity = 400_000  # more than the largest tensor but one, less than all
+    storage = FakeStorage(LocalStorage())
+    config = checkpoint.config(staging={"capacity_bytes": capacity}, reads={"chunk_bytes": "4KiB", "threads": 4})
+    async with ls.LoaderService(config, "solo", storage=storage) as service, service.open("target") as load:
+        stream = aiter(load)
+        _, first = await anext(stream)
+        await until(lambda: pool_of(service).waiting == 1 and storage.in_flight == 0)  # it waits for the consumer
+        assert load.report.read_bytes - first.nbytes <= capacity
+        assert len([name async for name, _ in stream]) == len(checkpoint.tensors) - 1
+
+
+async def test_queued_reads_never_run_after_leaving(checkpoint: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    config = checkpoint.config(reads={"chunk_bytes": "64KiB", "threads": 1})
+    async with ls.LoaderService(config, "solo", storage=storage) as service:
+        await service.plan("target")
+        before = len(storage.reads)
+        gate = storage.block("*")
+        load = await service.open("target").__aenter__()
+        stream = load.batches()
+        await asyncio.to_thread(gate.reached.wait, 20)
+        leaving = asyncio.create_task(load.__aexit__(None, None, None))
+        scheduler = load._run._scheduler
+        assert scheduler is not None
+        await until(lambda: scheduler._failed)  # leaving has begun, and waits for the read in flight
+        gate.release()
+        await leaving
+        assert len(storage.reads) == before + 1
+        with pytest.raises(ls.StateError, match="was left"):
+            await anext(stream)
 
 
 async def test_a_read_that_never_returns_fails_the_load_and_is_left_behind(checkpoint: Checkpoint) -> None:
