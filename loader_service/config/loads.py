@@ -48,8 +48,8 @@ class CheckpointConfig(FrozenModel):
         BeforeValidator(_paths),
         WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {**_TEXTS_SCHEMA, "minItems": 1}]}),
     ] = Field(
-        description="A folder, one file, or a list of safetensors files. Relative to the YAML file's folder; ~ expands. "
-        "Absolute once loaded, links are not resolved.",
+        description="A folder, one file, or a list of safetensors files. Relative to the YAML file's folder; ~ "
+        "expands. Absolute once loaded, links are not resolved.",
     )
     index: Annotated[
         Literal["advisory", "ignore"],
