@@ -141,7 +141,7 @@ def test_what_this_version_does_not_have_is_refused_and_not_ignored(section: str
             {"checkpoint": "/models/m"},
             "checkpoint: must be a mapping with keys of path, index, found the text '/models/m'",
         ),
-        ({"checkpoint": {}}, "checkpoint.path: is missing; add it: A folder, or a list of safetensors files"),
+        ({"checkpoint": {}}, "checkpoint.path: is missing; add it: A folder, one file, or a list of safetensors files"),
         ({"checkpoint": {"path": ""}}, "checkpoint.path: is empty text"),
         ({"checkpoint": {"path": 5}}, "checkpoint.path: must be text, found the number 5"),
         ({"checkpoint": {"path": []}}, "checkpoint.path: is an empty list"),
