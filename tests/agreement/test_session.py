@@ -377,7 +377,8 @@ async def test_the_leader_does_not_wait_longer_than_grace_for_a_bye() -> None:
     made = sessions(2, replace(LIMITS, grace_s=0.2))
     for phase in PHASES:
         await together(made, phase)
-    await made[0].close()
+    async with asyncio.timeout(10):  # a watchdog; the member never says BYE
+        await made[0].close()
 
 
 async def test_progress_may_be_reported_from_any_thread_and_only_changes_count() -> None:
