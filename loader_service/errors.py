@@ -123,14 +123,18 @@ class LoadCancelledError(LoaderError):
 
 
 class RankFailure(LoaderError):  # noqa: N818 - the contract's name
-    """Another rank failed: `rank` is that one, `__cause__` tells why."""
+    """Another rank failed: `rank` is that one, `__cause__` tells why.
+
+    None on a leading rank that has lost the place where ranks meet: then all others are out of its reach.
+    """
 
     exit_code = EXIT_AGREEMENT
 
     def __init__(self, cause: FailureRecord) -> None:
         where = f" in phase {cause.phase}" if cause.phase else ""
+        who = "all other ranks were lost" if cause.rank is None else f"rank {cause.rank} failed"
         super().__init__(
-            f"rank {cause.rank} failed{where}: {cause.error}: {cause.message}",
+            f"{who}{where}: {cause.error}: {cause.message}",
             rank=cause.rank,
             phase=cause.phase,
             path=cause.path,

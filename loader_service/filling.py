@@ -33,6 +33,7 @@ MAX_TENSORS_A_UNIT = 256  # bounds how long the service's loop works on one unit
 
 UnitT = TypeVar("UnitT")
 Memory = Reservation | Lease | None
+Streams = Mapping[torch.device, torch.cuda.Stream]
 
 
 class Filling(Protocol[UnitT]):
@@ -129,10 +130,13 @@ class SlotUnit:
 class _Places:
     """Turns tensors and their destinations into transfers, fragment by fragment."""
 
-    def __init__(self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int) -> None:
+    def __init__(
+        self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int, streams: Streams | None = None
+    ) -> None:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._scratch_bytes = scratch_bytes
+        self._streams = streams or {}
         self._bounds = fragments_of_tensors(plan)
         self._gaps = gaps_before(plan)
         self._copied = set(plan.fragment_tensor[plan.fragment_dst < 0].tolist())
@@ -166,10 +170,11 @@ class _Places:
         plan = self._plan
         shard, name = int(plan.fragment_shard[fragment]), plan.name(tensor)
         reached = int(plan.fragment_start[fragment] - self._gaps[fragment])
+        stream = self._streams.get(destination.device)
         for sub in subdivide(plan, fragment, self._scratch_bytes):
             gap = sub.start - reached
             nbytes = sub.stop - reached
-            yield CopyTransfer(shard, reached, nbytes, gap, sub.views, destination, name)
+            yield CopyTransfer(shard, reached, nbytes, gap, sub.views, destination, name, stream)
             reached = sub.stop
 
 
@@ -274,7 +279,10 @@ class SlotFilling:
 
 
 class IntoFilling:
-    """The caller's own tensors: contiguous CPU memory is read in place, anything else is copied from scratch."""
+    """The caller's own tensors: contiguous CPU memory is read in place, anything else is copied from scratch.
+
+    `streams` are the caller's, one for each CUDA device: copies to it keep their place in the caller's order of work.
+    """
 
     def __init__(
         self,
@@ -284,13 +292,14 @@ class IntoFilling:
         *,
         chunk_bytes: int,
         scratch_leases: int,
+        streams: Streams,
     ) -> None:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._destinations = [destinations[plan.name(i)] for i in range(len(plan.tensor_ids))]
         in_place = all(_is_memory(tensor) for tensor in self._destinations)
         self.scratch_leases = 0 if in_place and not has_blocks(plan) else scratch_leases
-        self._places = _Places(plan, chunk_bytes=chunk_bytes, scratch_bytes=pool.slot_bytes)
+        self._places = _Places(plan, chunk_bytes=chunk_bytes, scratch_bytes=pool.slot_bytes, streams=streams)
 
     def units(self) -> Iterator[TensorUnit]:
         return tensor_units(self._plan.tensor_nbytes, unit_bytes=self._chunk_bytes, max_tensors=MAX_TENSORS_A_UNIT)

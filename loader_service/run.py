@@ -31,7 +31,7 @@ from loader_service.errors import (
     StateError,
     record_of,
 )
-from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, UnitT
+from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, Streams, UnitT
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.units import Placed, TensorUnit
 from loader_service.report import LoadReport, PolicyOutcome
@@ -195,7 +195,7 @@ class LoadRun:
             plan, SlotFilling(plan, resources.pool, chunk_bytes=self._engine.config.reads.chunk_bytes)
         )
 
-    def fill_into(self, destinations: Mapping[str, torch.Tensor]) -> None:
+    def fill_into(self, destinations: Mapping[str, torch.Tensor], streams: Streams) -> None:
         resources = self._ready()
         whole = self.rank_plan
         plan = whole.restrict([i for name in destinations if (i := whole.index_of(name)) is not None])
@@ -207,6 +207,7 @@ class LoadRun:
                 resources.pool,
                 chunk_bytes=self._engine.config.reads.chunk_bytes,
                 scratch_leases=_scratch_leases(resources, plan),
+                streams=streams,
             ),
         )
 

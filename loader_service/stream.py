@@ -21,7 +21,7 @@ from loader_service.bridge import ChannelClosed, ServiceLoop
 from loader_service.destinations import check_destinations
 from loader_service.errors import LoaderError, StateError
 from loader_service.filling import OwnedUnit, SlotUnit, storage_dtype
-from loader_service.memory.events import DeviceEvent, current_device_event
+from loader_service.memory.events import DeviceEvent, UnknownDeviceEvent, current_device_event, current_streams
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.units import Placed
 from loader_service.report import LoadReport
@@ -109,7 +109,11 @@ class Batch:
         unit, self._unit = self._unit, None
         if unit is None or unit.lease is None:
             return
-        event = current_device_event()
+        try:
+            event = current_device_event()
+        except BaseException as error:
+            unit.lease.release_when([UnknownDeviceEvent(error)])
+            raise
         events = [*self._events, event] if event is not None else self._events
         if events:
             unit.lease.release_when(events)
@@ -241,7 +245,8 @@ class _Face:
     def _begin_into(self, destinations: Mapping[str, torch.Tensor]) -> None:
         self._run.check_open()
         check_destinations(self._run.rank_plan, destinations)
-        self._begin(lambda: self._run.fill_into(destinations))
+        streams = current_streams(tensor.device for tensor in destinations.values())
+        self._begin(lambda: self._run.fill_into(destinations, streams))
 
     def _filled(self, destinations: Mapping[str, torch.Tensor]) -> None:
         progress = self._run.progress
@@ -296,7 +301,7 @@ class Load(_Face):
         """Reads exactly these tensors, straight into the caller's memory; CPU or CUDA, any strides.
 
         Shapes (this rank's), dtypes and names are checked before any byte moves: DestinationError. After an error the
-        tensors' contents are undefined.
+        tensors' contents are undefined. Copies to a CUDA device are queued on the stream that is current here.
         """
         self._begin_into(destinations)
         try:

@@ -7,6 +7,7 @@ destinations). Both are run by a reading thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class DirectTransfer:
 class CopyTransfer:
     """Bytes [start, start + nbytes) of a shard through scratch memory: `views` of them are copied to `destination`.
 
-    The first `gap_bytes` are read with the rest and belong to no view.
+    The first `gap_bytes` are read with the rest and belong to no view. On a CUDA device the copies are queued on
+    `stream`, where the caller's own work on the destination is, and are waited for: scratch memory is used again.
     """
 
     shard: int
@@ -51,17 +53,29 @@ class CopyTransfer:
     views: Sequence[View]
     destination: torch.Tensor
     tensor: str
+    stream: torch.cuda.Stream | None = None
 
     def run(self, handles: HandleCache, shard: Shard, retries: int, scratch: HostBuffer) -> None:
         wanted_bytes = self.nbytes - self.gap_bytes
         views = [*discarded(self.gap_bytes), scratch.memoryview[:wanted_bytes]]
         read_fully(handles, shard.path, shard.identity, self.start, views, retries=retries, tensor=self.tensor)
-        with torch.inference_mode(self.destination.is_inference()), torch.no_grad():
+        with _queued_on(self.stream), torch.inference_mode(self.destination.is_inference()), torch.no_grad():
             for view in self.views:
                 source = tensor_view(
                     scratch.tensor, view.offset_bytes, self.destination.dtype, view.shape, view.strides
                 )
                 self.destination[view.index].copy_(source)
+
+
+@contextlib.contextmanager
+def _queued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What this thread gives a device is queued on `stream`; None: nothing is changed, and CUDA not touched."""
+    if stream is None:
+        yield
+        return
+    # The device first: leaving a stream of another device would otherwise make a context on this thread's device 0.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 Transfer = DirectTransfer | CopyTransfer

@@ -142,7 +142,7 @@ class Leader:
             if rank != LEADER:
                 watch = self._lookout.watches[rank]
                 silent_s = statuses.asked_at_s - watch.beat_at_s
-                self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.last_progress))
+                self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.progress))
         self._find_late(statuses.asked_at_s)
         return effects + self._go_on(now_s)
 
@@ -204,9 +204,7 @@ class Leader:
             watch = self._lookout.watches[rank]
             silent_s = self._looked_at_s - watch.beat_at_s
             if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
-                self._failures[rank] = died_before_the_others_were_stopped(
-                    rank, self.phase, silent_s, watch.last_progress
-                )
+                self._failures[rank] = died_before_the_others_were_stopped(rank, self.phase, silent_s, watch.progress)
 
     # -- verdicts
 

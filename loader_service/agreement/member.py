@@ -111,27 +111,24 @@ class Member:
         watch = self._lookout.watches[LEADER]
         if self._lookout.silent(statuses.asked_at_s):
             silent_s = statuses.asked_at_s - watch.beat_at_s
-            return effects + self._declare(died(LEADER, self.phase, silent_s, watch.last_progress))
+            return effects + self._declare(died(LEADER, self.phase, silent_s, watch.progress))
         if self.failure is not None and self.failure.kind == "cancelled" and watch.heard:
             # As the leader does with the others: a launcher cancels all ranks when one has died.
             silent_s = statuses.asked_at_s - watch.beat_at_s
             if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
-                dead = died_before_the_others_were_stopped(LEADER, self.phase, silent_s, watch.last_progress)
+                dead = died_before_the_others_were_stopped(LEADER, self.phase, silent_s, watch.progress)
                 return effects + self._declare(dead)
         if not watch.heard and statuses.asked_at_s - self._started_at_s > self._limits.start_timeout_s:
             text = f"the leading rank did not arrive within {self._limits.start_timeout_s:g} s; {NO_ARRIVAL_HINT}"
             return effects + self._declare(timed_out(LEADER, self.phase, text))
         return effects
 
-    def lose(self, reason: str, host_rank: int | None) -> list[Effect]:
-        """The carrier is gone, and `host_rank` with it if a rank hosts it; else only this rank is known to be cut off.
-
-        Decided here alone; still published, for a store that was only frozen and wakes up."""
+    def end_alone(self, failure: Failure) -> Verdict | None:
+        """The carrier is gone: decided here, since nothing can be heard any more. None if the load had ended before."""
         if self.ended is not None:
-            return []
-        record = FailureRecord("LostStore", reason, self.rank if host_rank is None else host_rank, self.phase)
-        self.ended = Verdict(self._sequence, self.phase, "final", failure=Failure("died", record))
-        return [Publish(self.ended)]
+            return None
+        self.ended = Verdict(self._sequence, self.phase, "final", failure=failure)
+        return self.ended
 
     def _declare(self, failure: Failure) -> list[Effect]:
         """FINAL by compare-and-set at the next place: of several members, and the leader, one wins."""

@@ -204,7 +204,7 @@ def error_of(verdict: Verdict) -> LoaderError:
     if failure is None:
         return AgreementError("the load ended without a cause", phase=str(verdict.phase))
     record = failure.record
-    if failure.kind == "disagreement" or record.rank is None:
+    if failure.kind == "disagreement" or (record.rank is None and failure.kind != "died"):
         return AgreementError(
             record.message,
             rank=record.rank,

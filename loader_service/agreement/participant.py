@@ -37,7 +37,10 @@ from loader_service.agreement.protocol import (
     Statuses,
     Urge,
     Warn,
+    died,
+    out_of_reach,
 )
+from loader_service.errors import AgreementError, FailureRecord
 
 _log = logging.getLogger("loader_service.agreement")
 
@@ -81,6 +84,7 @@ class Participant:
         self._wake = wake
         self._beat = 0
         self._ticked_at_s = now_s
+        self._stopped = (0.0, now_s)  # for how long this process last stood still, and when it went on
         self._connected = False
         self._meeting_s = 0.0
         self._bye_keys: tuple[str, ...] = ()
@@ -148,6 +152,7 @@ class Participant:
     def tick(self) -> None:
         """Time has passed. To be called every `tick_s`."""
         now_s = self._clock()
+        self._note_gap(now_s)
         step_s = min(now_s - self._ticked_at_s, _LONG_STEP_S)
         self._ticked_at_s = now_s
         if self.member.ended is not None:
@@ -160,8 +165,8 @@ class Participant:
             stalled_s = stalled_s if self._connected else self._meeting_s
             limit_s = self._limits.start_timeout_s + self._limits.suspect_s
         if stalled_s > limit_s:
-            text = f"no answer for {stalled_s:.1f} s; is its host alive, and reachable from here?"
-            self.receive(Lost(f"lost the store ({self._carrier.where}): {text}"))
+            text = f"no answer for {limit_s:g} s; is its host alive, and reachable from here?"
+            self.receive(Lost(text, met=self._connected))
         if self.leader is not None:
             self._do(self.leader.tick(now_s))
 
@@ -180,13 +185,7 @@ class Participant:
     def _take(self, incoming: Incoming) -> None:
         now_s = self._clock()
         if isinstance(incoming, Lost):
-            _log.warning("rank %d: %s", self.rank, incoming.reason)
-            self.lost = True
-            before = self.member.ended
-            self._do(self.member.lose(incoming.reason, self._carrier.host_rank))
-            if before is None and self.member.ended is not None:
-                self._on_verdict(self.member.ended)
-            self._on_change()
+            self._take_loss(incoming, now_s)
             return
         self._connected = True
         if isinstance(incoming, LogEntry):
@@ -199,6 +198,33 @@ class Participant:
                 self._do(self.leader.on_collected(incoming, now_s))
         else:
             self._take_statuses(incoming, now_s)
+
+    def _take_loss(self, lost: Lost, now_s: float) -> None:
+        _log.warning("rank %d: no store (%s): %s %s", self.rank, self._carrier.where, lost.reason, lost.detail)
+        self._note_gap(now_s)
+        self._end_alone(self._cause_of(lost, now_s))
+
+    def _end_alone(self, failure: Failure) -> None:
+        """Nothing can be heard any more, and nobody is waited for."""
+        self.lost = True
+        verdict = self.member.end_alone(failure)
+        if verdict is not None:
+            self._carrier.last_words(verdict)
+            self._on_verdict(verdict)
+        self._on_change()
+
+    def _cause_of(self, lost: Lost, now_s: float) -> Failure:
+        """A rank that was stopped for too long was given up, and finds the others gone: it says what they have said."""
+        stopped_s, woke_at_s = self._stopped
+        if stopped_s > self._limits.timeout_s >= now_s - woke_at_s:
+            return died(self.rank, self.member.phase, stopped_s, self.progress[1])
+        host_rank, where = self._carrier.host_rank, self._carrier.where
+        return out_of_reach(lost, self.member.phase, rank=self.rank, host_rank=host_rank, where=where)
+
+    def _note_gap(self, now_s: float) -> None:
+        gap_s = now_s - self._ticked_at_s
+        if gap_s > self._limits.timeout_s:
+            self._stopped = (gap_s, now_s)
 
     def _take_statuses(self, incoming: Statuses, now_s: float) -> None:
         self._do(self.member.on_statuses(incoming, now_s))
@@ -216,7 +242,8 @@ class Participant:
                 if entry.sequence != following.sequence:
                     raise MessageError(f"entry {following.sequence} says that it is {entry.sequence}")  # noqa: TRY301
             except MessageError as error:
-                self._take(Lost(f"the log of verdicts cannot be read: {error}"))
+                text = f"the log of verdicts cannot be read: {error}; do all ranks run the same version of the loader?"
+                self._end_alone(Failure("error", FailureRecord(AgreementError.__name__, text, None, self.member.phase)))
                 return
             self._do(self.member.on_entry(entry))
             if isinstance(entry, Verdict):

@@ -90,9 +90,14 @@ class Statuses:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The carrier has failed for good: no message goes out or comes in any more."""
+    """The carrier has failed for good: no message goes out or comes in any more.
+
+    `reason` is what all ranks say that lose it in one way, `detail` what only this one sees; `met`: it has worked once.
+    """
 
     reason: str
+    detail: str = ""
+    met: bool = True
 
 
 Incoming: TypeAlias = LogEntry | Collected | Statuses | Lost
@@ -172,7 +177,7 @@ class Watch:
 
     @property
     def last_progress(self) -> str:
-        return f"last progress: {self.progress}" if self.progress else "no progress reported when last heard"
+        return last_progress(self.progress)
 
 
 class Lookout:
@@ -214,21 +219,37 @@ class Lookout:
 _PRECEDENCE = {"error": 0, "disagreement": 0, "died": 1, "timeout": 2, "cancelled": 3}
 
 
+def last_progress(progress: str) -> str:
+    """How the last word of a silent rank is told."""
+    return f"last progress: {progress}" if progress else "no progress reported when last heard"
+
+
 def choose_cause(failures: dict[int, Failure]) -> Failure:
     """The root cause before its consequences: own error, then died, timed out, cancelled; of equals the lowest rank."""
     rank = min(failures, key=lambda rank: (_PRECEDENCE[failures[rank].kind], rank))
     return failures[rank]
 
 
-def died(rank: int, phase: str, silent_s: float, last_progress: str) -> Failure:
+def died(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
     """A rank that was heard and then was silent for too long."""
-    text = f"no sign of life for {silent_s:.1f} s; {last_progress}"
+    text = f"no sign of life for {silent_s:.1f} s; {last_progress(progress)}"
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 
 
-def died_before_the_others_were_stopped(rank: int, phase: str, silent_s: float, last_progress: str) -> Failure:
+def out_of_reach(lost: Lost, phase: str, *, rank: int, host_rank: int | None, where: str) -> Failure:
+    """What `rank` knows that has lost the place where ranks meet. The same text on every rank, so nothing measured."""
+    if not lost.met:
+        text = f"could not reach the store ({where}): {lost.reason}"
+        return Failure("died", FailureRecord("LostStore", text, host_rank, phase))
+    with_it = "every other rank" if rank == LEADER else f"rank {LEADER}"
+    text = f"lost the store ({where}) and {with_it} with it: {lost.reason}"
+    return Failure("died", FailureRecord("LostStore", text, None if rank == LEADER else LEADER, phase))
+
+
+def died_before_the_others_were_stopped(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
     """A rank that has missed beats, found when the others were cancelled: a launcher stops them after a death."""
-    text = f"no sign of life for {silent_s:.1f} s while other ranks were stopped from outside; {last_progress}"
+    silence = f"no sign of life for {silent_s:.1f} s while other ranks were stopped from outside"
+    text = f"{silence}; {last_progress(progress)}"
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 
 

@@ -10,6 +10,7 @@ key.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -77,6 +78,8 @@ class StoreCarrier:
         self._stopped: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._threads = 0
+        self._spare: Store | None = None  # a connection for the last words, where a rank hosts the store
+        self._spare_in_session: Store | None = None
         self._beat_at_s = 0.0
         self._calls_begun = 0
         self._calls_done = 0
@@ -110,8 +113,22 @@ class StoreCarrier:
 
         self._outbox.put(compare_and_set)
 
+    def last_words(self, entry: Entry) -> None:
+        spare, self._spare = self._spare_in_session, None
+        if spare is None:
+            return
+        text = encode_entry(entry).decode("ascii")
+
+        def leave_behind() -> None:
+            with contextlib.suppress(Exception):
+                spare.compare_set(entry_key(entry.sequence), _NOTHING, text)
+
+        # What is sent lies in the kernel of a host that was only stopped, also after this process has ended.
+        threading.Thread(target=leave_behind, name="loader-agreement-last", daemon=True).start()
+
     def collect(self, keys: tuple[str, ...]) -> None:
-        before, self._wish = self._wish, keys
+        with self._lock:
+            before, self._wish = self._wish, keys
         if before:
             self._release(before)
         self._wishes.put(keys)
@@ -138,7 +155,8 @@ class StoreCarrier:
         if all_ended:
             stopped()
             return
-        before, self._wish = self._wish, ()
+        with self._lock:
+            before, self._wish = self._wish, ()
         if before:
             self._release(before)
         self._wishes.put(None)
@@ -170,14 +188,19 @@ class StoreCarrier:
         except Exception as error:  # noqa: BLE001 - the store's failures have many classes; all of them mean: lost
             self._meeting.pool.drop()
             if not self._stopping:
-                what = "lost the store" if self._connected else "could not reach the store"
-                self._receive(Lost(f"{what} ({self.where}): {_first_line(error)}"))
+                self._receive(self._lost_by(error))
         finally:
             with self._lock:
                 self._threads -= 1
                 stopped = self._stopped if self._threads == 0 else None
             if stopped is not None:
                 stopped()
+
+    def _lost_by(self, error: Exception) -> Lost:
+        if not self._connected:
+            return Lost(_first_line(error), met=False)
+        reason = f"the connection broke ({type(error).__name__}); is its host alive, and reachable from here?"
+        return Lost(reason, detail=_first_line(error))
 
     def _begin(self) -> None:
         """Connects all clients before the first word: no connection is made while ranks are waited for."""
@@ -190,6 +213,9 @@ class StoreCarrier:
             for rank in range(self._world_size):
                 in_session(own).compare_set(status_key(rank), _NOTHING, "-")
         clients = {name: self._meeting.pool.borrow() for name in works}
+        if self._rank not in (LEADER, self.host_rank) and self.host_rank is not None:
+            self._spare = self._meeting.pool.borrow()
+            self._spare_in_session = in_session(self._spare)
         self._connected = True
         for name, work in works.items():
             self._spawn(self._using(work, clients[name], in_session), name)
@@ -213,6 +239,8 @@ class StoreCarrier:
             self._timed(job, store)
         if self._rank == LEADER:
             self._timed(self._leave_as_leader, store)
+        if self._spare is not None:
+            self._meeting.pool.give_back(self._spare)
 
     def _timed(self, job: Job, store: Store) -> None:
         self._calls_begun += 1
@@ -241,6 +269,9 @@ class StoreCarrier:
         sequence = self._log_length
         if store.check([entry_key(sequence)]):
             self._receive(LogEntry(sequence, bytes(store.get(entry_key(sequence)))))
+        wish = self._wish
+        if wish and not self._stopping and store.check(list(wish)):
+            self._bring(wish, store)
 
     def _follow(self, store: Store) -> None:
         while True:
@@ -258,10 +289,17 @@ class StoreCarrier:
                 store.wait(list(keys), _FOREVER)
             if keys != self._wish:
                 continue  # released: what lies there now is no message, and may be removed at any time
-            values = tuple(bytes(value) for value in store.multi_get(list(keys)))
-            if keys == self._wish:
+            self._bring(keys, store)
+
+    def _bring(self, keys: tuple[str, ...], store: Store) -> None:
+        """All keys are there: receives them, once, if they are still wished for."""
+        values = tuple(bytes(value) for value in store.multi_get(list(keys)))
+        with self._lock:
+            wished = keys == self._wish
+            if wished:
                 self._wish = ()
-                self._receive(Collected(keys, values))
+        if wished:
+            self._receive(Collected(keys, values))
 
     def _await_alarm(self, store: Store) -> None:
         store.wait([_ALARM], _FOREVER)

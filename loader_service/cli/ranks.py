@@ -182,8 +182,8 @@ class Spokesman:
         self._marked = self._marked or record.error == "LostStore"  # there is nowhere to leave a mark
         if record.error == "LostStore" and self._stopped():
             return "line"
-        if record.error == "LostStore" and record.rank in (None, place.rank):
-            # No rank hosts the store, and each knows only that it is cut off itself.
+        if record.error == "LostStore" and place.meeting.served:
+            # No rank hosts the store: rank 0 may live, and each knows only that it is cut off itself.
             return "document" if place.rank == LEADER else "line"
         if agreed and leader_prints(record):
             return "document" if place.rank == LEADER else "none"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Protocol, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceEvent(Protocol):
@@ -55,3 +59,26 @@ def current_device_event() -> DeviceEvent | None:
     event = cuda.Event()
     event.record()
     return cast(DeviceEvent, event)
+
+
+class UnknownDeviceEvent:
+    """Stands for an event that could not be recorded: asking it fails, so what it guards is never used again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        raise self._error
+
+    def synchronize(self) -> None:
+        raise self._error
+
+
+def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
+    """The calling thread's current stream on each CUDA device among `devices`.
+
+    Another thread's is the default stream, which waits for no other and which no other waits for.
+    """
+    import torch
+
+    return {device: torch.cuda.current_stream(device) for device in set(devices) if device.type == "cuda"}

@@ -522,7 +522,7 @@ def test_a_rank_that_loses_the_store_ends_alone_and_the_others_name_it() -> None
 
     world = World(3, act=act).run()
     causes = [rank.ended.failure.record for rank in world.ranks if rank.ended and rank.ended.failure]
-    assert [(cause.rank, cause.error) for cause in causes] == [(2, "LostRank"), (2, "LostRank"), (2, "LostStore")]
+    assert [(cause.rank, cause.error) for cause in causes] == [(2, "LostRank"), (2, "LostRank"), (0, "LostStore")]
     assert world.ranks[2].log == world.ranks[0].log[:-1]
 
 
