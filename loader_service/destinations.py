@@ -8,6 +8,7 @@ import torch
 
 from loader_service.errors import DestinationError
 from loader_service.filling import storage_dtype
+from loader_service.memory.tensors import why_unwritable
 from loader_service.planning.plan import RankPlan
 
 SHOWN_NAMES = 5
@@ -41,29 +42,4 @@ def _problem(plan: RankPlan, name: str, tensor: object) -> str | None:
         return f"is {tensor.dtype}, but the checkpoint's is {dtype}: convert after loading"
     if tuple(tensor.shape) != shape:
         return f"has shape {tuple(tensor.shape)}, but this rank's part is {shape}"
-    return _unwritable(tensor)
-
-
-def _unwritable(tensor: torch.Tensor) -> str | None:
-    """Why elements cannot be put into the tensor's memory; None if they can."""
-    if tensor.device.type == "meta":
-        return "is on the meta device: it has no memory to fill"
-    if tensor.layout != torch.strided:
-        return f"has layout {tensor.layout}: only strided tensors can be filled"
-    if tensor.is_conj() or tensor.is_neg():
-        return "is a lazily conjugated or negated view: fill what it is a view of"
-    if tensor.numel() == 0:
-        return None
-    storage = tensor.untyped_storage()
-    if storage.device.type != tensor.device.type:
-        return "has no memory of its own (a fake tensor?)"
-    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-    last = tensor.storage_offset() + sum(stride * (size - 1) for stride, size in dims)
-    if (last + 1) * tensor.element_size() > storage.nbytes():
-        return f"reaches beyond its storage, which has {storage.nbytes()} bytes: was it freed or resized?"
-    reach = 0  # of the dimensions with smaller strides
-    for stride, size in sorted(dims):
-        if stride <= reach:
-            return "has elements that share memory (expanded, or with overlapping strides)"
-        reach += stride * (size - 1)
-    return None
+    return why_unwritable(tensor)

@@ -130,9 +130,7 @@ class SlotUnit:
 class _Places:
     """Turns tensors and their destinations into transfers, fragment by fragment."""
 
-    def __init__(
-        self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int, streams: Streams | None = None
-    ) -> None:
+    def __init__(self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int, streams: Streams | None = None) -> None:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._scratch_bytes = scratch_bytes

@@ -76,6 +76,31 @@ def raw_memory(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def why_unwritable(tensor: torch.Tensor) -> str | None:
+    """Why elements cannot be put into the tensor's memory; None if they can."""
+    if tensor.device.type == "meta":
+        return "is on the meta device: it has no memory to fill"
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}: only strided tensors can be filled"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazily conjugated or negated view: fill what it is a view of"
+    if tensor.numel() == 0:
+        return None
+    storage = tensor.untyped_storage()
+    if storage.device.type != tensor.device.type:
+        return "has no memory of its own (a fake tensor?)"
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    last = tensor.storage_offset() + sum(stride * (size - 1) for stride, size in dims)
+    if (last + 1) * tensor.element_size() > storage.nbytes():
+        return f"reaches beyond its storage, which has {storage.nbytes()} bytes: was it freed or resized?"
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            return "has elements that share memory (expanded, or with overlapping strides)"
+        reach += stride * (size - 1)
+    return None
+
+
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

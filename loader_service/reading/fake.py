@@ -8,6 +8,7 @@ Patterns match the whole path or its last component, case-sensitively; an exact 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import threading
 import time
@@ -18,18 +19,23 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from loader_service.reading.reader import DirectoryEntry, FileIdentity, OpenFile, Storage
 
-Operation = Literal["list", "identify", "open", "read"]
+Operation = Literal["list", "identify", "open", "open direct", "read", "read direct", "drop"]
+"""What a fault acts on. `open` and `read` are those through the page cache."""
 
 
 class ReadCall(NamedTuple):
-    """One call of `read_into` that came back: `wanted_bytes` is the size of its views, `nbytes` what it returned."""
+    """One call of `read_into` that came back: `wanted_bytes` is the size of its views, `nbytes` what it returned,
+    `direct` whether it went past the page cache."""
 
     path: str
     offset: int
     nbytes: int
     wanted_bytes: int
+    direct: bool = False
 
 
 class Gate:
@@ -97,6 +103,9 @@ class FakeStorage:
         self._faults: list[_Fault] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         self._reads: list[ReadCall] = []
+        self._drops: list[tuple[str, int, int]] = []
+        self._cached: list[tuple[str, Callable[[int, int], int | None]]] = []
+        self._block_bytes = 1
         self._in_flight = 0
         self._max_in_flight = 0
         self._open_now = 0
@@ -120,11 +129,11 @@ class FakeStorage:
 
     def shorten(self, pattern: str, most_bytes: int, *, nth: int = 0, times: int | None = None) -> None:
         """Reads return at most `most_bytes` (at least 1)."""
-        self._script(_Fault(pattern, ("read",), nth, times, None, most_bytes=max(1, most_bytes)))
+        self._script(_Fault(pattern, ("read", "read direct"), nth, times, None, most_bytes=max(1, most_bytes)))
 
     def truncate(self, pattern: str, at: int, *, nth: int = 0) -> None:
         """Reads see the file end at byte `at`; its identity stays as it is."""
-        self._script(_Fault(pattern, ("read",), nth, None, None, ends_at=at))
+        self._script(_Fault(pattern, ("read", "read direct"), nth, None, None, ends_at=at))
 
     def replace(
         self,
@@ -133,7 +142,7 @@ class FakeStorage:
         inode: int | None = None,
         size_bytes: int | None = None,
         mtime_ns: int | None = None,
-        operations: tuple[Operation, ...] = ("identify", "open"),
+        operations: tuple[Operation, ...] = ("identify", "open", "open direct"),
         nth: int = 0,
     ) -> None:
         """From the `nth` look on the file seems to be another: its identity is changed in what is given."""
@@ -159,6 +168,15 @@ class FakeStorage:
         """The call takes so much longer: for demonstrations of slow storage, not to synchronise tests (`block`)."""
         self._script(_Fault(pattern, (operation,), 0, times, None, delay_s=seconds))
 
+    def align(self, block_bytes: int) -> None:
+        """Direct reads whose offset, addresses or sizes are no multiples of a device's block are refused: EINVAL."""
+        self._block_bytes = block_bytes
+
+    def cache(self, pattern: str, held: Callable[[int, int], int | None]) -> None:
+        """What `cached_bytes(offset, nbytes)` answers for matching files; the latest one that matches counts."""
+        with self._lock:
+            self._cached.insert(0, (pattern, held))
+
     def clear(self) -> None:
         """Forgets all faults and releases all gates; the record stays."""
         with self._lock:
@@ -179,13 +197,19 @@ class FakeStorage:
         """The reads of matching files that got bytes at or after `from_byte` (a shard's payload begins after 8 + N)."""
         return [read for read in self.reads if _matches(pattern, read.path) and read.offset + read.nbytes > from_byte]
 
+    @property
+    def drops(self) -> list[tuple[str, int, int]]:
+        """(path, offset, bytes) of every `drop_cached`."""
+        with self._lock:
+            return list(self._drops)
+
     def bytes_read(self, pattern: str = "*") -> int:
         """The bytes that reads of matching files returned."""
         return sum(read.nbytes for read in self.reads_of(pattern))
 
     def opens(self, pattern: str = "*") -> int:
-        """How many times matching files were opened."""
-        return self._count("open", pattern)
+        """How many times matching files were opened, either way."""
+        return self._count("open", pattern) + self._count("open direct", pattern)
 
     def closes(self, pattern: str = "*") -> int:
         """How many times matching files were closed."""
@@ -231,14 +255,15 @@ class FakeStorage:
         faults = self._act("identify", path)
         return _disguise(self._inner.identify(path), faults)
 
-    def open(self, path: str) -> FakeFile:
-        faults = self._act("open", path)
-        inner = self._inner.open(path)
+    def open(self, path: str, *, direct: bool = False) -> FakeFile:
+        operation: Operation = "open direct" if direct else "open"
+        faults = self._act(operation, path)
+        inner = self._inner.open(path, direct=direct)
         with self._lock:
-            self._calls["open", path] += 1
+            self._calls[operation, path] += 1
             self._open_now += 1
             self._max_open = max(self._max_open, self._open_now)
-        return FakeFile(self, path, inner, _disguise(inner.identity, faults))
+        return FakeFile(self, path, inner, _disguise(inner.identity, faults), direct=direct)
 
     def _script(self, fault: _Fault) -> None:
         with self._lock:
@@ -272,14 +297,33 @@ class FakeStorage:
             with self._lock:
                 self._in_flight -= 1
 
-    def _read(self, path: str, inner: OpenFile, views: Sequence[memoryview], offset: int) -> int:
+    def _read(self, file: FakeFile, views: Sequence[memoryview], offset: int) -> int:
         wanted_bytes = sum(view.nbytes for view in views)
         with self._reading():
-            faults = self._act("read", path, offset, offset + wanted_bytes)
-            got = inner.read_into(_cut(views, _room(faults, offset, wanted_bytes)), offset)
+            faults = self._act("read direct" if file.direct else "read", file.path, offset, offset + wanted_bytes)
+            if file.direct:
+                self._check_aligned(views, offset)
+            got = file.inner.read_into(_cut(views, _room(faults, offset, wanted_bytes)), offset)
         with self._lock:
-            self._reads.append(ReadCall(path, offset, got, wanted_bytes))
+            self._reads.append(ReadCall(file.path, offset, got, wanted_bytes, file.direct))
         return got
+
+    def _check_aligned(self, views: Sequence[memoryview], offset: int) -> None:
+        addresses = [np.frombuffer(view, np.uint8).ctypes.data for view in views]
+        numbers = [offset, *addresses, *(view.nbytes for view in views)]
+        if any(number % self._block_bytes for number in numbers):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def _held(self, file: FakeFile, offset: int, nbytes: int) -> int | None:
+        with self._lock:
+            scripted = next((held for pattern, held in self._cached if _matches(pattern, file.path)), None)
+        return file.inner.cached_bytes(offset, nbytes) if scripted is None else scripted(offset, nbytes)
+
+    def _drop(self, file: FakeFile, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self._drops.append((file.path, offset, nbytes))
+        self._act("drop", file.path, offset, offset + nbytes)
+        file.inner.drop_cached(offset, nbytes)
 
     def _closed(self, path: str) -> None:
         with self._lock:
@@ -290,23 +334,32 @@ class FakeStorage:
 class FakeFile:
     """What `FakeStorage.open` returns."""
 
-    __slots__ = ("_inner", "_is_open", "_path", "_storage", "identity")
+    __slots__ = ("_is_open", "_storage", "direct", "identity", "inner", "path")
 
-    def __init__(self, storage: FakeStorage, path: str, inner: OpenFile, identity: FileIdentity) -> None:
+    def __init__(
+        self, storage: FakeStorage, path: str, inner: OpenFile, identity: FileIdentity, *, direct: bool = False
+    ) -> None:
         self._storage = storage
-        self._path = path
-        self._inner = inner
         self._is_open = True
+        self.path = path
+        self.inner = inner
         self.identity = identity
+        self.direct = direct
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
-        return self._storage._read(self._path, self._inner, views, offset)  # noqa: SLF001 - two halves of one fake
+        return self._storage._read(self, views, offset)  # noqa: SLF001 - two halves of one fake
+
+    def cached_bytes(self, offset: int, nbytes: int) -> int | None:
+        return self._storage._held(self, offset, nbytes)  # noqa: SLF001 - see above
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        self._storage._drop(self, offset, nbytes)  # noqa: SLF001 - see above
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._storage._closed(self._path)  # noqa: SLF001 - see above
-        self._inner.close()
+            self._storage._closed(self.path)  # noqa: SLF001 - see above
+        self.inner.close()
 
 
 def _matches(pattern: str, path: str) -> bool:

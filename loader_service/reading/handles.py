@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from loader_service.errors import CheckpointError, ConfigError, LoaderError, ReadError, StateError
 from loader_service.reading.reader import FileIdentity, OpenFile, Storage, describe_change
@@ -21,9 +22,12 @@ _MOST_HANDLES = 256
 _OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
+Key: TypeAlias = tuple[str, bool]  # a path, and whether reads go past the page cache
+
+
 @dataclass(slots=True)
 class _Handle:
-    path: str
+    key: Key
     file: OpenFile
     users: int = 0
     retired: bool = False
@@ -46,8 +50,8 @@ class HandleCache:
         self._storage = storage
         self._limit = limit
         self._changed = threading.Condition()
-        self._handles: OrderedDict[str, _Handle] = OrderedDict()
-        self._opening: set[str] = set()
+        self._handles: OrderedDict[Key, _Handle] = OrderedDict()
+        self._opening: set[Key] = set()
         self._open_now = 0
         self._opens = 0
         self._closed = False
@@ -83,14 +87,16 @@ class HandleCache:
             )
 
     @contextmanager
-    def borrow(self, path: str, expected: FileIdentity | None) -> Iterator[OpenFile]:
+    def borrow(self, path: str, expected: FileIdentity | None, *, direct: bool = False) -> Iterator[OpenFile]:
         """The open file of `path`, for the time of the `with` block; borrow one at a time a thread.
+
+        `direct` ones are other handles of the same path, opened to read past the page cache.
 
         A cached handle that is not of the identity `expected` is set aside and the path opened anew. Raises
         CheckpointError if what is opened is not `expected` (None: anything goes), OSError as the storage raised it,
         StateError after `close`.
         """
-        handle = self._take(path, expected)
+        handle = self._take((path, direct), expected)
         try:
             yield handle.file
         finally:
@@ -116,12 +122,13 @@ class HandleCache:
             raise _changed(path, expected, found)
 
     def invalidate(self, path: str, file: OpenFile | None = None) -> None:
-        """Forgets the handle of `path` (only if it is still `file`, when given): the next borrower opens it anew."""
+        """Forgets the handles of `path` (only the one that is still `file`, when given): it is opened anew."""
+        idle: list[_Handle] = []
         with self._changed:
-            handle = self._handles.get(path)
-            if handle is None or (file is not None and handle.file is not file):
-                return
-            idle = self._retire(handle)
+            for direct in (False, True):
+                handle = self._handles.get((path, direct))
+                if handle is not None and (file is None or handle.file is file):
+                    idle += self._retire(handle)
         self._close_all(idle)
 
     def close(self) -> None:
@@ -132,46 +139,46 @@ class HandleCache:
             self._changed.notify_all()
         self._close_all(idle)
 
-    def _take(self, path: str, expected: FileIdentity | None) -> _Handle:
+    def _take(self, key: Key, expected: FileIdentity | None) -> _Handle:
         limit = self.limit
         with self._changed:
-            handle = self._find(path, expected)
+            handle = self._find(key, expected)
             if handle is not None:
                 return handle
-            self._opening.add(path)
-            stale = self._handles.get(path)
+            self._opening.add(key)
+            stale = self._handles.get(key)
             doomed = self._retire(stale) if stale is not None else []
             self._make_room(limit, doomed)
             # Counted before what makes room is closed: the count may be above the truth for a moment, never below.
             self._open_now += 1
         try:
             self._close_all(doomed)
-            file = self._open(path, expected)
+            file = self._open(key, expected)
         except BaseException:
             with self._changed:
                 self._open_now -= 1
-                self._opening.discard(path)
+                self._opening.discard(key)
                 self._changed.notify_all()
             raise
         with self._changed:
-            handle = _Handle(path, file, users=1, retired=self._closed)
+            handle = _Handle(key, file, users=1, retired=self._closed)
             if not self._closed:
-                self._handles[path] = handle
-            self._opening.discard(path)
+                self._handles[key] = handle
+            self._opening.discard(key)
             self._changed.notify_all()
         return handle
 
-    def _find(self, path: str, expected: FileIdentity | None) -> _Handle | None:
+    def _find(self, key: Key, expected: FileIdentity | None) -> _Handle | None:
         """A cached handle to use, or None when the caller is the one to open the path."""
         while True:
             if self._closed:
-                raise StateError(f"{path}: the handle cache is closed", path=path)
-            handle = self._handles.get(path)
+                raise StateError(f"{key[0]}: the handle cache is closed", path=key[0])
+            handle = self._handles.get(key)
             if handle is not None and (expected is None or handle.file.identity == expected):
                 handle.users += 1
-                self._handles.move_to_end(path)
+                self._handles.move_to_end(key)
                 return handle
-            if path not in self._opening:
+            if key not in self._opening:
                 return None
             self._changed.wait()
 
@@ -186,14 +193,15 @@ class HandleCache:
 
     def _retire(self, handle: _Handle) -> list[_Handle]:
         """Takes the handle out of the cache; returns it if nobody uses it, for the caller to close unlocked."""
-        if self._handles.get(handle.path) is handle:
-            del self._handles[handle.path]
+        if self._handles.get(handle.key) is handle:
+            del self._handles[handle.key]
         handle.retired = True
         return [] if handle.users else [handle]
 
-    def _open(self, path: str, expected: FileIdentity | None) -> OpenFile:
+    def _open(self, key: Key, expected: FileIdentity | None) -> OpenFile:
+        path, direct = key
         try:
-            file = self._storage.open(path)
+            file = self._storage.open(path, direct=direct)
         except OSError as error:
             if error.errno not in _OUT_OF_DESCRIPTORS:
                 raise
@@ -203,7 +211,7 @@ class HandleCache:
             if not idle:
                 raise
             self._close_all(idle)
-            file = self._storage.open(path)
+            file = self._storage.open(path, direct=direct)
         self._opens += 1
         if expected is not None and file.identity != expected:
             _close_quietly(path, file)
@@ -224,7 +232,7 @@ class HandleCache:
 
     def _close_all(self, handles: Iterable[_Handle]) -> None:
         for handle in handles:
-            _close_quietly(handle.path, handle.file)
+            _close_quietly(handle.key[0], handle.file)
             with self._changed:
                 self._open_now -= 1
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from loader_service.reading.page_cache import cached_bytes
 from loader_service.reading.reader import DirectoryEntry, FileIdentity
 
 _LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -24,14 +25,14 @@ class LocalStorage:
     def identify(self, path: str) -> FileIdentity:
         return _identity(Path(path).stat())
 
-    def open(self, path: str) -> LocalFile:
+    def open(self, path: str, *, direct: bool = False) -> LocalFile:
         # Looked at first because opening a named pipe would wait for its writer.
         mode = Path(path).stat().st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_direct_flag() if direct else 0))
         try:
             return LocalFile(descriptor, _identity(os.fstat(descriptor)))
         except BaseException:
@@ -53,10 +54,25 @@ class LocalFile:
             raise OSError(errno.EINVAL, f"negative file offset {offset}")
         return os.preadv(self._descriptor, views, offset)
 
+    def cached_bytes(self, offset: int, nbytes: int) -> int | None:
+        return cached_bytes(self._descriptor, offset, nbytes)
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.EOPNOTSUPP, "this system has no posix_fadvise")
+        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _direct_flag() -> int:
+    flag: int | None = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
+    return flag
 
 
 def _identity(status: os.stat_result) -> FileIdentity:

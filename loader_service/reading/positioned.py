@@ -18,6 +18,9 @@ from loader_service.reading.reader import FileIdentity, OpenFile
 MOST_VIEWS_A_CALL = 1024
 MOST_BYTES_A_CALL = 1 << 30
 
+# What a direct read is aligned to: a multiple of every usual device's block (512 or 4096), and a page.
+DIRECT_BLOCK_BYTES = 4096
+
 # An I/O error that goes away does so when a path or a server has failed over: the pause doubles with each retry.
 _FIRST_RETRY_PAUSE_S = 0.01
 
@@ -31,23 +34,25 @@ def read_fully(
     *,
     retries: int,
     tensor: str | None = None,
+    direct: bool = False,
 ) -> None:
     """Fills all `views` in order with the bytes of `path` from `offset` on. Blocks; called on reading threads.
 
     The wanted range is [offset, offset + the views' bytes), filled completely or not at all as far as the caller may
     rely on it. EIO is tried again `retries` times a call, ESTALE leads to one reopening with a check of the identity,
-    nothing else is tried again. Without bytes to read the file is not touched.
+    nothing else is tried again. Without bytes to read the file is not touched. `direct` goes past the page cache:
+    offset, addresses and sizes are then multiples of DIRECT_BLOCK_BYTES, and EINVAL tells that it cannot be done so.
 
     Raises CheckpointError if the file is gone or is not `expected` any more, EndOfFileError if it ends early though it
     is the planned one, ReadError for all other failures of the system, DestinationError for views that cannot be
     filled; all name the path, the range and `tensor`.
     """
-    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor)
+    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, DIRECT_BLOCK_BYTES if direct else 1)
     attempts = _Attempts(retries)
     while transfer.pending:
         file: OpenFile | None = None
         try:
-            with handles.borrow(path, expected) as file:
+            with handles.borrow(path, expected, direct=direct) as file:
                 ended = not transfer.run(file)
         except OSError as error:
             pause_s = attempts.pause_before_retry(error.errno)
@@ -92,6 +97,7 @@ class _Transfer:
     start: int
     pending: deque[memoryview]
     tensor: str | None
+    step_bytes: int
     position: int = field(init=False)
     stop: int = field(init=False)
 
@@ -105,7 +111,10 @@ class _Transfer:
             got = file.read_into(self._next_call(), self.position)
             if got == 0:
                 return False
-            self._advance(got)
+            usable = got - got % self.step_bytes
+            if usable == 0:
+                raise OSError(errno.EINVAL, f"a direct read of whole blocks returned {got} bytes")
+            self._advance(usable)
         return True
 
     def _next_call(self) -> list[memoryview]:

@@ -47,8 +47,19 @@ class OpenFile(Protocol):
         """One positioned read that fills `views` in order from the byte `offset`.
 
         At most 1024 views a call. Returns the bytes read: possibly fewer than wanted, 0 only at the end of the file.
-        A negative offset is refused with EINVAL (the kernel would read at the current position for -1).
+        A negative offset is refused with EINVAL (the kernel would read at the current position for -1). Opened
+        `direct`, the file system may want offset, addresses and sizes aligned to blocks, and refuse others with EINVAL.
         """
+        ...
+
+    def cached_bytes(self, offset: int, nbytes: int) -> int | None:
+        """How many of these bytes (in whole pages) the page cache holds; None where the system does not say. Reads
+        nothing ahead."""
+        ...
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        """Asks the system to forget its cached copy of these bytes; dirty, mapped and partial pages stay. OSError if
+        it cannot be asked."""
         ...
 
     def close(self) -> None:
@@ -67,8 +78,11 @@ class Storage(Protocol):
         """The present identity of what the path leads to (links are followed)."""
         ...
 
-    def open(self, path: str) -> OpenFile:
-        """Opens a regular file for reading; anything else is refused (EISDIR, EINVAL) instead of blocking on it."""
+    def open(self, path: str, *, direct: bool = False) -> OpenFile:
+        """Opens a regular file for reading; anything else is refused (EISDIR, EINVAL) instead of blocking on it.
+
+        `direct`: reads go past the page cache. Raises OSError with EINVAL or EOPNOTSUPP where that cannot be had.
+        """
         ...
 
 

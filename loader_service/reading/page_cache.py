@@ -1,0 +1,86 @@
+"""What the page cache holds of a file: Linux's `cachestat`, and probes that do not wait where it is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import resource
+import sys
+
+_CACHESTAT = 451  # the same number on every architecture; glibc has no wrapper for it yet
+_PROBE_BYTES = 4096
+_OVERLAY = 0x794C7630
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = (
+        ("cached", ctypes.c_uint64),
+        ("dirty", ctypes.c_uint64),
+        ("writeback", ctypes.c_uint64),
+        ("evicted", ctypes.c_uint64),
+        ("recently_evicted", ctypes.c_uint64),
+    )
+
+
+def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
+    """How many of the bytes [offset, offset + nbytes) the page cache holds, in whole pages; None if unknown.
+
+    `cachestat` costs some 5 us a MiB and reads nothing ahead. It is refused for files of another owner and by kernels
+    before 6.5: then both ends are probed with reads that must not wait, and all that lies between is taken to be as
+    they are. An overlay file system answers 0 although the lower file is cached: unknown.
+    """
+    if nbytes <= 0:
+        return 0
+    calls = _system_calls()
+    if calls is None or calls.file_system(descriptor) == _OVERLAY:
+        return None
+    counted = calls.cachestat(descriptor, offset, nbytes)
+    if counted is not None:
+        return min(counted, nbytes)
+    ends = (offset, max(offset, offset + nbytes - _PROBE_BYTES))
+    found = [_probe(descriptor, end) for end in ends]
+    if None in found:
+        return None
+    return sum(nbytes // 2 for held in found if held) if not all(found) else nbytes
+
+
+def _probe(descriptor: int, offset: int) -> bool | None:
+    try:
+        os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+    except OSError as error:
+        return False if error.errno == errno.EAGAIN else None
+    return True
+
+
+class _SystemCalls:
+    """What the standard library does not offer, through ctypes, which lets other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+
+    def file_system(self, descriptor: int) -> int:
+        """The type of the file system, as `statfs` numbers them; 0 if it does not say."""
+        answer = (ctypes.c_long * 32)()  # the type is the first word of a structure of at most 15
+        return 0 if self._libc.fstatfs(ctypes.c_int(descriptor), answer) else int(answer[0])
+
+    def cachestat(self, descriptor: int, offset: int, nbytes: int) -> int | None:
+        pages = _Pages()
+        failed = self._libc.syscall(
+            ctypes.c_long(_CACHESTAT),
+            ctypes.c_int(descriptor),
+            ctypes.byref(_Range(offset, nbytes)),
+            ctypes.byref(pages),
+            ctypes.c_uint(0),
+        )
+        return None if failed else int(pages.cached) * resource.getpagesize()
+
+
+@functools.cache
+def _system_calls() -> _SystemCalls | None:
+    return _SystemCalls() if sys.platform.startswith("linux") else None

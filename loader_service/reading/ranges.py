@@ -1,0 +1,265 @@
+"""Byte ranges of files into memory: past the page cache where that is possible and faster, through it otherwise.
+
+A range can be read past the page cache straight into its final memory if that memory is congruent with the file:
+address and offset leave the same rest by the block size. Only its first and last partial block are copied over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from loader_service.errors import ReadError
+from loader_service.reading.handles import HandleCache
+from loader_service.reading.positioned import DIRECT_BLOCK_BYTES, read_fully
+from loader_service.reading.reader import FileIdentity
+from loader_service.report import PolicyOutcome
+
+_log = logging.getLogger(__name__)
+
+Access: TypeAlias = Literal["auto", "buffered", "direct"]
+Drop: TypeAlias = Literal["nothing", "what it brought in", "everything"]
+How: TypeAlias = Literal["direct", "cached", "buffered"]
+
+_PIECE_BYTES = 1 << 20  # how finely a chunk is looked at of which the page cache holds a part
+_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+@dataclass(frozen=True, slots=True)
+class RangeStatistics:
+    """What a `RangeReader` did so far.
+
+    `direct_bytes` went past the page cache, `bounced_bytes` of them by way of a block of the reader's own;
+    `cached_bytes` were found in the page cache, `buffered_bytes` read through it; `incongruent_bytes` of these for the
+    memory's sake. `refused` says for each file why it could not be read past the page cache.
+    """
+
+    direct_bytes: int = 0
+    bounced_bytes: int = 0
+    cached_bytes: int = 0
+    buffered_bytes: int = 0
+    incongruent_bytes: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+class _Piece(NamedTuple):
+    start: int
+    stop: int
+    how: How
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """The bytes from `start` on of the file at `path`; `expected` is the file that it must be, None for any.
+    `tensor` is whose bytes they are, for messages."""
+
+    path: str
+    expected: FileIdentity | None
+    start: int
+    tensor: str | None = None
+
+    def moved(self, nbytes: int) -> FileRange:
+        return replace(self, start=self.start + nbytes)
+
+
+class RangeReader:
+    """Reads ranges for one purpose, in one way. Thread-safe; `read` blocks: it is called on reading threads.
+
+    `access` "auto": what the page cache holds is copied from it, the rest is read past it, and through it where the
+    file system refuses or the memory is not congruent. "direct" does not ask the page cache first, "buffered" always
+    goes through it. A file that refused is not asked again.
+
+    `drop` says what the page cache is asked to forget behind the reads: "what it brought in" leaves what was found.
+    """
+
+    def __init__(self, handles: HandleCache, *, access: Access, retries: int, drop: Drop = "nothing") -> None:
+        self.handles = handles
+        self._access: Access = access
+        self._retries = retries
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._statistics = RangeStatistics()
+        self._refused: dict[str, str] = {}
+        self._of_thread = threading.local()
+
+    @property
+    def statistics(self) -> RangeStatistics:
+        with self._lock:
+            return replace(self._statistics, refused=dict(self._refused))
+
+    @property
+    def outcome(self) -> PolicyOutcome:
+        """What became of `access`, for a report."""
+        return describe(self._access, self.statistics)
+
+    def read(self, where: FileRange, view: memoryview) -> None:
+        """Fills `view` (contiguous bytes) with the file's bytes from `where.start` on. Raises as `read_fully` does."""
+        if not view.nbytes:
+            return
+        start = where.start
+        congruent = (_address(view) - start) % DIRECT_BLOCK_BYTES == 0
+        for piece in self._pieces(where, start + view.nbytes, congruent=congruent):
+            part, at = view[piece.start - start : piece.stop - start], where.moved(piece.start - start)
+            if piece.how == "direct" and self._read_direct(at, part):
+                continue
+            self._read_buffered(at, part)
+            cached = piece.how == "cached"
+            self._count(
+                cached_bytes=part.nbytes if cached else 0,
+                buffered_bytes=0 if cached else part.nbytes,
+                incongruent_bytes=0 if congruent else part.nbytes,
+            )
+            if self._drop == "everything" or (self._drop == "what it brought in" and not cached):
+                self._forget(at, part.nbytes)
+
+    # -- which way
+
+    def _pieces(self, where: FileRange, stop: int, *, congruent: bool) -> Iterator[_Piece]:
+        start = where.start
+        if self._access == "buffered" or not congruent or where.path in self._refused:
+            yield _Piece(start, stop, "buffered")
+            return
+        held = 0 if self._access == "direct" else self._cached(where, start, stop)
+        if held is None:
+            self._refuse(where.path, "the file system does not tell what is cached")
+            yield _Piece(start, stop, "buffered")
+        elif held in (0, stop - start):
+            yield _Piece(start, stop, "cached" if held else "direct")
+        else:
+            yield from self._mixed(where, stop)
+
+    def _mixed(self, where: FileRange, stop: int) -> Iterator[_Piece]:
+        """The cache holds a part: looks piece by piece, and joins those that go one way."""
+        pending: _Piece | None = None
+        at = where.start
+        while at < stop:
+            end = min(stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
+            how: How = "cached" if 2 * (self._cached(where, at, end) or 0) > end - at else "direct"
+            if pending is not None and pending.how != how:
+                yield pending
+                pending = None
+            pending = _Piece(at, end, how) if pending is None else pending._replace(stop=end)
+            at = end
+        if pending is not None:
+            yield pending
+
+    def _cached(self, where: FileRange, start: int, stop: int) -> int | None:
+        """How much the page cache holds; None where nobody knows. A file that cannot be opened is left to the read."""
+        with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected) as file:
+            return file.cached_bytes(start, stop - start)
+        return 0
+
+    # -- through the page cache, and past it
+
+    def _read_buffered(self, where: FileRange, view: memoryview) -> None:
+        read_fully(
+            self.handles, where.path, where.expected, where.start, [view], retries=self._retries, tensor=where.tensor
+        )
+
+    def _read_direct(self, where: FileRange, view: memoryview) -> bool:
+        """False, once for each file, where the system refuses: all of it is then to be read through the cache."""
+        start, stop = where.start, where.start + view.nbytes
+        first = min(stop, -(-start // DIRECT_BLOCK_BYTES) * DIRECT_BLOCK_BYTES)
+        last = max(first, stop // DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES)
+        try:
+            if first < last:
+                body = view[first - start : last - start]
+                read_fully(
+                    self.handles,
+                    where.path,
+                    where.expected,
+                    first,
+                    [body],
+                    retries=self._retries,
+                    tensor=where.tensor,
+                    direct=True,
+                )
+        except ReadError as error:
+            if error.errno not in _REFUSALS:
+                raise
+            self._refuse(where.path, errno.errorcode[error.errno or errno.EINVAL])
+            return False
+        self._count(direct_bytes=last - first)
+        for edge_start, edge_stop in ((start, first), (last, stop)):
+            if edge_start < edge_stop:
+                self._read_edge(where.moved(edge_start - start), view[edge_start - start : edge_stop - start])
+        return True
+
+    def _read_edge(self, where: FileRange, view: memoryview) -> None:
+        """A part of one block: the block is read into memory of this thread's own, and the part copied over.
+
+        What is out of the ordinary is left to a buffered read: a block that comes in parts, the file's end, an error.
+        """
+        skip = where.start % DIRECT_BLOCK_BYTES
+        block = self._block()
+        got = 0
+        with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected, direct=True) as file:
+            got = file.read_into([block.data], where.start - skip)
+        if got < skip + view.nbytes:
+            self._read_buffered(where, view)
+            self._count(buffered_bytes=view.nbytes)
+            return
+        view[:] = block.data[skip : skip + view.nbytes]
+        self._count(direct_bytes=view.nbytes, bounced_bytes=view.nbytes)
+
+    def _block(self) -> npt.NDArray[np.uint8]:
+        block: npt.NDArray[np.uint8] | None = getattr(self._of_thread, "block", None)
+        if block is None:
+            memory = np.empty(2 * DIRECT_BLOCK_BYTES, np.uint8)
+            skip = -memory.ctypes.data % DIRECT_BLOCK_BYTES
+            block = self._of_thread.block = memory[skip : skip + DIRECT_BLOCK_BYTES]
+        return block
+
+    def _refuse(self, path: str, why: str) -> None:
+        with self._lock:
+            first = path not in self._refused
+            self._refused.setdefault(path, why)
+        if first:
+            _log.info("%s is read through the page cache: %s", path, why)
+
+    # -- behind a read
+
+    def _forget(self, where: FileRange, nbytes: int) -> None:
+        try:
+            with self.handles.borrow(where.path, where.expected) as file:
+                file.drop_cached(where.start, nbytes)
+        except OSError as error:
+            _log.debug("%s: the page cache keeps %d bytes from %d on: %s", where.path, nbytes, where.start, error)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            now = {name: getattr(self._statistics, name) + value for name, value in more.items()}
+            self._statistics = replace(self._statistics, **now)
+
+
+def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
+    """A reader's policy in words: `effective` is `direct`, `buffered` or `mixed`."""
+    through = done.cached_bytes + done.buffered_bytes
+    effective = "mixed" if done.direct_bytes and through else "buffered" if through else "direct"
+    parts = []
+    if done.direct_bytes:
+        parts.append(f"{done.direct_bytes} bytes past the page cache ({done.bounced_bytes} copied over)")
+    if done.cached_bytes:
+        parts.append(f"{done.cached_bytes} copied from it")
+    if done.buffered_bytes:
+        parts.append(f"{done.buffered_bytes} read through it")
+    if done.incongruent_bytes:
+        parts.append(f"{done.incongruent_bytes} of them into memory that is not congruent with the file")
+    if done.refused:
+        path, why = next(iter(done.refused.items()))
+        more = f" and {len(done.refused) - 1} more files" if len(done.refused) > 1 else ""
+        parts.append(f"{path}{more}: {why}")
+    return PolicyOutcome(requested, effective, "; ".join(parts) or "nothing was read")
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    return address
