@@ -44,7 +44,14 @@ class FrozenModel(BaseModel):
 class HostResidentRule(FrozenModel):
     """How host-resident tensors lie in host memory: a part for each rank, or one table that a node's ranks share."""
 
-    layout: Literal["per_rank", "shared"]
+    layout: Annotated[
+        Literal["per_rank", "shared"],
+        BeforeValidator(fields.choice("per_rank", "shared")),
+        WithJsonSchema({"enum": ["per_rank", "shared"]}),
+    ] = Field(
+        description="per_rank: each rank holds the rows that its split gives it. shared: each node holds one whole "
+        "table, which its ranks fill together and all read.",
+    )
 
 
 def _capture_pattern(value: object) -> str:
@@ -58,12 +65,6 @@ def _capture_pattern(value: object) -> str:
         hint = r"write one such as 'layers\.(\d+)\.', and (?:...) for groups that capture nothing"
         fields.refuse_value(f"must have exactly one group, it has {groups}, {found(value)}; {hint}", value)
     return pattern
-
-
-def _no_host_resident(value: object) -> HostResidentRule | None:
-    if value is None:
-        return None
-    fields.refuse_value("this version does not have host-resident tables; remove the key", value)
 
 
 class AssignRule(FrozenModel):
@@ -233,14 +234,20 @@ class Rule(FrozenModel):
     )
     assign: AssignRule | None = Field(default=None, description="Gives whole tensors to some ranks of an axis.")
     split: SplitRule | None = Field(default=None, description="Cuts a dimension over the ranks of an axis.")
-    host_resident: Annotated[
-        HostResidentRule | None, BeforeValidator(_no_host_resident), WithJsonSchema({"not": {}})
-    ] = Field(default=None, description="Not in this version: tables that stay in host memory.")
+    host_resident: HostResidentRule | None = Field(
+        default=None,
+        description="Tables that stay in host memory: a load hands over row sources for them, `host_table` fills "
+        "them. Of several rules with this key the first that matches decides. They are cut by rows only: dim 0.",
+    )
 
     @model_validator(mode="after")
     def _conflicts(self) -> Self:
-        if self.assign is None and self.split is None:
-            refuse([Problem((), f"the rule for {self.match!r} decides nothing; add `assign` or `split`, or remove it")])
+        if self.assign is None and self.split is None and self.host_resident is None:
+            message = "decides nothing; add `assign`, `split` or `host_resident`, or remove it"
+            refuse([Problem((), f"the rule for {self.match!r} {message}")])
+        if self.host_resident is not None and self.split is not None and (self.split.dim or self.split.sections):
+            message = "a host-resident table is cut by contiguous rows: write dim: 0 and no sections"
+            refuse([Problem(("split",), message)])
         if self.assign is not None and self.split is not None:
             shared = [axis for axis in self.split.axis if axis in self.assign.axis]
             if shared:

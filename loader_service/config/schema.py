@@ -46,12 +46,7 @@ def _loads(value: object) -> dict[str, object]:
 
 
 def _reserve(value: object) -> int | Literal["auto"]:
-    if value != "auto":
-        fields.refuse_value(
-            f"this version does not have a reserve of host memory to set, {found(value)}; write auto or remove the key",
-            value,
-        )
-    return "auto"
+    return "auto" if value == "auto" else fields.size(0)(value)
 
 
 def _cache_capacity(value: object) -> int:
@@ -118,12 +113,12 @@ class ReadsConfig(FrozenModel):
     )
     drop_page_cache: Annotated[
         Literal["auto", "always", "never"],
-        BeforeValidator(fields.choice("auto", "never", later=("always",))),
-        WithJsonSchema({"enum": ["auto", "never"]}),
+        BeforeValidator(fields.choice("auto", "always", "never")),
+        WithJsonSchema({"enum": ["auto", "always", "never"]}),
     ] = Field(
         default="auto",
-        description="Whether the page cache is given back after reading. In this version auto means never; always is "
-        "refused.",
+        description="Whether the page cache is given back behind reads of host-resident tables. auto: what they "
+        "brought into it, where each rank has its own rows; always: what lay there before, too. Other reads keep it.",
     )
     retries: Annotated[
         int, BeforeValidator(fields.integer(0, 100)), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 100})
@@ -170,11 +165,22 @@ class CacheConfig(FrozenModel):
 class MemoryConfig(FrozenModel):
     """What is left free of host memory."""
 
-    reserve_bytes: Annotated[int | Literal["auto"], BeforeValidator(_reserve), WithJsonSchema({"const": "auto"})] = (
-        Field(
-            default="auto",
-            description="Host memory that is left free. auto is all that this version has; a number is refused.",
-        )
+    reserve_bytes: Annotated[
+        int | Literal["auto"],
+        BeforeValidator(_reserve),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"const": "auto"},
+                    {"type": "integer", "minimum": 0},
+                    {"type": "string", "pattern": sizes.PATTERN},
+                ]
+            }
+        ),
+    ] = Field(
+        default="auto",
+        description="Host memory that must stay free beside host-resident tables, on a machine and in a cgroup. auto: "
+        "a tenth of all there is, at most 16 GiB.",
     )
 
 

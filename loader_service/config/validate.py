@@ -101,7 +101,7 @@ def _places(model: type[BaseModel], path: KeyPath) -> Iterator[tuple[str, list[s
     yield format_key_path(path) or "the top", list(model.model_fields)
     for name, field in model.model_fields.items():
         inner = _inner_model(field.annotation)
-        if inner is not None and name != "host_resident":
+        if inner is not None:
             yield from _places(inner, (*path, *_STEPS.get(name, (name,))))
 
 

@@ -20,8 +20,9 @@ from loader_service.config.schema import LoadConfig
 from loader_service.planning.groups import WHOLE, Group, group_tensors, refuse_unholdable
 from loader_service.planning.mesh import Mesh
 from loader_service.planning.rank_plan import Block, Extent, RankPlan, files_of, make_rank_plan
-from loader_service.planning.rules import Decisions, decide
+from loader_service.planning.rules import Decisions, Table, decide
 from loader_service.planning.selection import select
+from loader_service.planning.tables import TablePart, refuse_what_has_no_rows, table_part
 
 __all__ = ["PLANNER_VERSION", "Block", "Extent", "LoadPlan", "RankPlan", "make_plan"]
 
@@ -88,7 +89,34 @@ class LoadPlan:
             ids, group = ids[taken], group[taken]
         present = np.flatnonzero(np.bincount(group - WHOLE, minlength=len(self.groups) + 1)[1:]).tolist()
         geometries = {g: self.groups[g].geometry(self.mesh, rank, self.coalesce_gap_bytes) for g in present}
-        return make_rank_plan(self.catalog, rank, self.digest, ids, group, geometries, self.coalesce_gap_bytes)
+        tables = self._tables(rank, ids)
+        return make_rank_plan(self.catalog, rank, self.digest, ids, group, geometries, self.coalesce_gap_bytes, tables)
+
+    def table(self, name: str, rank: int) -> TablePart | None:
+        """The rank's part of a host-resident table, also where the rank takes none of it; None for any other name."""
+        tensor = self.catalog.id_of(name)
+        if tensor is None:
+            return None
+        position = int(np.searchsorted(self.tensor_ids, tensor))
+        if position == len(self.tensor_ids) or self.tensor_ids[position] != tensor:
+            return None
+        table = self.decisions.tables.get(position)
+        return None if table is None else self._part(position, table, rank)
+
+    def _tables(self, rank: int, ids: npt.NDArray[np.int64]) -> dict[int, TablePart]:
+        """The rank's tables by their place in `ids`, the tensors that it takes."""
+        found: dict[int, TablePart] = {}
+        for position, table in self.decisions.tables.items():
+            tensor = self.tensor_ids[position]
+            place = int(np.searchsorted(ids, tensor))
+            if place < len(ids) and ids[place] == tensor:
+                found[place] = self._part(position, table, rank)
+        return found
+
+    def _part(self, position: int, table: Table, rank: int) -> TablePart:
+        group = int(self.tensor_group[position])
+        cut = None if group == WHOLE else self.groups[group]
+        return table_part(self.catalog, int(self.tensor_ids[position]), table.layout, cut, self.mesh, rank)
 
 
 def make_plan(catalog: Catalog, load_name: str, load: LoadConfig, mesh: Mesh, *, coalesce_gap_bytes: int) -> LoadPlan:
@@ -102,6 +130,7 @@ def make_plan(catalog: Catalog, load_name: str, load: LoadConfig, mesh: Mesh, *,
         refuse_unholdable(catalog, selection.ids, load_name)
     decisions = decide(catalog, selection.ids, load_name, load.rules, mesh)
     tensor_group, groups = group_tensors(catalog, selection.ids, decisions)
+    refuse_what_has_no_rows(catalog, selection.ids, decisions, tensor_group, groups)
     warnings = [*selection.warnings, *decisions.warnings]
     if mesh.empty_positions:
         warnings.append(

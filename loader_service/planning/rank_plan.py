@@ -17,6 +17,7 @@ from loader_service.planning.extents import ExtentColumns, coalesce
 from loader_service.planning.fragments import PartGeometry, PartSpec, SubRange, subdivide
 from loader_service.planning.groups import WHOLE, whole_geometry
 from loader_service.planning.storage import storage_form
+from loader_service.planning.tables import TablePart
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -77,7 +78,8 @@ class RankPlan:
 
     Tensors are counted from 0 in plan order, (file name, offset); all methods with an argument `i` take such a number.
     Zero-size tensors and empty parts are among them, without fragments. `tensor_ids` are catalog ids, `tensor_nbytes`
-    the bytes of the rank's part of each, `payload_bytes` their sum, `read_bytes` the sum of the extents.
+    the bytes of the rank's part of each, `payload_bytes` their sum, `read_bytes` the sum of the extents. `tables` are
+    those that stay in host memory, by number: their rows count in the sums, but are not streamed.
     """
 
     rank: int
@@ -92,6 +94,7 @@ class RankPlan:
     fragments: FragmentColumns
     extent_columns: ExtentColumns
     geometries: Mapping[int, PartGeometry]
+    tables: Mapping[int, TablePart] = field(default_factory=dict)
     _whole: dict[tuple[int, tuple[int, ...]], PartGeometry] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -138,6 +141,13 @@ class RankPlan:
     @property
     def fragment_shard(self) -> Int32s:
         return self.fragments.shard
+
+    @cached_property
+    def streamed(self) -> RankPlan:
+        """The plan for what is streamed: without the host-resident tables."""
+        if not self.tables:
+            return self
+        return self.restrict([i for i in range(len(self)) if i not in self.tables])
 
     @cached_property
     def blocks(self) -> Mapping[int, Block]:
@@ -259,9 +269,10 @@ def make_rank_plan(
     tensor_group: Int32s,
     geometries: Mapping[int, PartGeometry],
     coalesce_gap_bytes: int,
+    tables: Mapping[int, TablePart] | None = None,
 ) -> RankPlan:
     """The plan for the tensors `tensor_ids` (ascending). `tensor_group` holds for each its key in `geometries`, or
-    WHOLE.
+    WHOLE; `tables` says which of them, by their place here, stay in host memory.
     """
     nbytes = catalog.stops[tensor_ids] - catalog.starts[tensor_ids]
     members = _members(tensor_group)
@@ -289,6 +300,7 @@ def make_rank_plan(
         fragments,
         extents,
         geometries,
+        tables or {},
     )
 
 

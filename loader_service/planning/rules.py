@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 NOT_DECIDED: Final = -1
+
+Layout: TypeAlias = Literal["per_rank", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +48,28 @@ class Term:
     division: Division | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A tensor that stays in host memory. `where` is the key path of the rule that says so."""
+
+    layout: Layout
+    where: str
+
+
 @dataclass(frozen=True)
 class Decisions:
     """The decisions for the tensors of a selection (T of them, in the order of their catalog ids).
 
     `signature[t]` is the place in `signatures` of the terms that apply to tensor t, in the order of the rules.
     `owners[i][t]` is the place along term i's axis that takes tensor t by its number, NOT_DECIDED where term i does not
-    apply; only terms that go by number have a column.
+    apply; only terms that go by number have a column. `tables` are the host-resident ones of the tensors.
     """
 
     terms: tuple[Term, ...]
     signature: Int32s
     signatures: tuple[tuple[int, ...], ...]
     owners: dict[int, Int32s]
+    tables: dict[int, Table]
     warnings: tuple[str, ...]
 
     def taken_by(self, mesh: Mesh, rank: int) -> npt.NDArray[np.bool_]:
@@ -90,6 +101,10 @@ def decide(catalog: Catalog, ids: Int64s, load_name: str, rules: Sequence[Rule],
         matched = names.matched(rule.match)
         if not len(matched) and not names.anywhere(rule.match):
             warnings.append(f"{where}: {shown(rule.match)} matches no name of the checkpoint")
+        if rule.host_resident is not None:
+            table = Table(rule.host_resident.layout, f"{where}.host_resident")
+            for tensor in matched.tolist():
+                builder.tables.setdefault(tensor, table)
         if rule.assign is not None:
             _assign(builder, names, f"{where}.assign", rule.match, rule.assign, matched, mesh)
         if rule.split is not None:
@@ -148,6 +163,7 @@ class _Builder:
         self._signature = np.zeros(tensors, dtype=np.int32)
         self._signatures: list[tuple[int, ...]] = [()]
         self.owners: dict[int, Int32s] = {}
+        self.tables: dict[int, Table] = {}
 
     def apply(self, term: Term, matched: Int64s, names: _Names) -> Int64s:
         """Records the term for those of `matched` whose axes no earlier rule decided; returns them."""
@@ -174,7 +190,12 @@ class _Builder:
         for column in (self._signature, *self.owners.values()):
             column.flags.writeable = False
         return Decisions(
-            tuple(self._terms), self._signature, tuple(self._signatures), dict(self.owners), tuple(warnings)
+            tuple(self._terms),
+            self._signature,
+            tuple(self._signatures),
+            dict(self.owners),
+            dict(self.tables),
+            tuple(warnings),
         )
 
     def by_number(self, tensors: Int64s, owner: Int32s) -> None:

@@ -1,0 +1,101 @@
+"""Host-resident tables: which rows of each a rank holds. A rank's rows are one contiguous range of the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from loader_service.checkpoint.catalog import Catalog
+from loader_service.checkpoint.refusal import shown
+from loader_service.errors import ConfigError
+from loader_service.planning.groups import WHOLE, Group
+from loader_service.planning.mesh import Mesh
+from loader_service.planning.rules import Decisions, Layout
+from loader_service.planning.storage import storage_form
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TablePart:
+    """One rank's part of a table.
+
+    `start` is the absolute byte offset of the whole table in shard `shard_id`, `shape` the whole table's in storage
+    elements of `dtype_code`, and `rows` (start, stop) what the rank holds of it: possibly nothing.
+    """
+
+    name: str
+    layout: Layout
+    shard_id: int
+    start: int
+    shape: tuple[int, ...]
+    dtype_code: str
+    itemsize: int
+    rows: Rows
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole table."""
+        return self.shape[0] * self.row_bytes
+
+
+def table_part(catalog: Catalog, tensor: int, layout: Layout, group: Group | None, mesh: Mesh, rank: int) -> TablePart:
+    """The rank's part of the catalog's tensor; `group` None for one that every rank takes whole."""
+    form = storage_form(catalog.dtype(tensor), catalog.shapes[tensor])
+    return TablePart(
+        catalog.names[tensor],
+        layout,
+        int(catalog.shard_ids[tensor]),
+        int(catalog.starts[tensor]),
+        form.shape,
+        form.dtype_code,
+        form.itemsize,
+        (0, form.shape[0]) if group is None else _rows(group, mesh, rank),
+    )
+
+
+def _rows(group: Group, mesh: Mesh, rank: int) -> Rows:
+    for term in group.splits:
+        if term.division is not None:
+            place, parts = mesh.coord_along(rank, term.axes)
+            return term.division.cuts[0].interval(group.shape[0], parts, place)
+    return 0, group.shape[0]
+
+
+def refuse_what_has_no_rows(
+    catalog: Catalog,
+    ids: npt.NDArray[np.int64],
+    decisions: Decisions,
+    column: npt.NDArray[np.int32],
+    groups: Sequence[Group],
+) -> None:
+    """Raises ConfigError, naming rule and tensor, for a table that is not cut by contiguous rows of whole bytes."""
+    for position, table in decisions.tables.items():
+        tensor = int(ids[position])
+        shape = catalog.shapes[tensor]
+        if not shape:
+            _refuse(catalog, tensor, table.where, "a scalar has no rows; keep it out of `match`")
+        dtype = catalog.dtype(tensor)
+        if storage_form(dtype, shape).flat or (dtype.bits < 8 and len(shape) == 1):
+            _refuse(catalog, tensor, table.where, "its rows are no whole bytes; load it as an ordinary tensor")
+        if column[position] == WHOLE:
+            continue
+        for term in groups[column[position]].splits:
+            if term.dim != 0 or (term.division is not None and len(term.division.proportions) > 1):
+                text = f"is cut by {term.where} along dimension {term.dim}, or in sections; tables are cut by rows only"
+                _refuse(catalog, tensor, table.where, text)
+
+
+def _refuse(catalog: Catalog, tensor: int, where: str, problem: str) -> NoReturn:
+    name = catalog.names[tensor]
+    message = f"{where}: tensor {shown(name)} of shape {list(catalog.shapes[tensor])}: {problem}"
+    raise ConfigError(message, phase="plan", tensor=name)
