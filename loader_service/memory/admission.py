@@ -1,0 +1,192 @@
+"""Whether memory can be had before it is asked for: what the machine and the tightest cgroup leave, on all ranks.
+
+The kernel grants memory that it does not have and kills later. So ranks tell each other what they are about to take and
+what is free, and all of them go on or none does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+RESERVE_SHARE: Final = 10
+MOST_RESERVE_BYTES: Final = 16 << 30
+_NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+_GIB: Final = 1 << 30
+
+ROOT: Final = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where memory comes from: a machine (`place` "") or a cgroup, its `limit_bytes`, and what is free of them.
+
+    Cached file contents that the kernel can give up count as free.
+    """
+
+    place: str
+    limit_bytes: int
+    free_bytes: int
+
+
+def memory_rooms(root: Path = ROOT) -> tuple[Room, ...]:
+    """The machine's memory, and each cgroup with a limit that this process is in, ancestors included. Blocks.
+
+    `root` is where /proc and /sys are found. Linux only: elsewhere there is nothing to read, and nothing is refused.
+    """
+    rooms = [*_machine(root)]
+    for directory, name in _cgroups(root):
+        rooms += _cgroup(directory, name)
+    return tuple(rooms)
+
+
+def reserve_of(room: Room, configured: int | Literal["auto"]) -> int:
+    """What must stay free of a room."""
+    if configured != "auto":
+        return configured
+    return min(room.limit_bytes // RESERVE_SHARE, MOST_RESERVE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one rank is about to take of host memory, and the rooms on its `node` that it comes from."""
+
+    rank: int
+    node: str
+    wanted_bytes: int
+    rooms: tuple[Room, ...]
+    reserve: int | Literal["auto"]
+
+    def as_json(self) -> dict[str, object]:
+        rooms = [[room.place, room.limit_bytes, room.free_bytes] for room in self.rooms]
+        return {"node": self.node, "wanted": self.wanted_bytes, "rooms": rooms, "reserve": self.reserve}
+
+    @classmethod
+    def from_json(cls, rank: int, told: Mapping[str, object]) -> Demand:
+        """What another rank told. Raises ValueError for anything else."""
+        rooms, reserve = told.get("rooms"), told.get("reserve")
+        if not isinstance(rooms, list) or not (reserve == "auto" or isinstance(reserve, int)):
+            raise ValueError(f"rank {rank} told its memory in an unknown way")
+        found = tuple(Room(str(place), int(limit), int(free)) for place, limit, free in rooms)
+        return cls(rank, str(told.get("node")), _whole(told.get("wanted")), found, reserve)
+
+
+def refusal(demands: Sequence[Demand]) -> str | None:
+    """Why not all of it can be had, with figures; None if it can. Pure: every rank comes to the same answer.
+
+    What several ranks take of one room is added up, against the least that any of them found free there.
+    """
+    takers: defaultdict[tuple[str, str], list[Demand]] = defaultdict(list)
+    tightest: dict[tuple[str, str], tuple[Room, int]] = {}
+    for demand in demands:
+        for room in demand.rooms:
+            key = (demand.node, room.place)
+            takers[key].append(demand)
+            reserve = reserve_of(room, demand.reserve)
+            if key not in tightest or room.free_bytes - reserve < tightest[key][0].free_bytes - tightest[key][1]:
+                tightest[key] = room, reserve
+    for key, ranks in takers.items():
+        room, reserve = tightest[key]
+        wanted_bytes = sum(demand.wanted_bytes for demand in ranks)
+        if wanted_bytes > max(room.free_bytes - reserve, 0):
+            return _in_words(wanted_bytes, [demand.rank for demand in ranks if demand.wanted_bytes], room, reserve)
+    return None
+
+
+def _in_words(wanted_bytes: int, ranks: Sequence[int], room: Room, reserve_bytes: int) -> str:
+    who = f"rank {ranks[0]} wants" if len(ranks) == 1 else f"{len(ranks)} ranks (lowest: {min(ranks)}) want"
+    where = "the machine" if not room.place else f"cgroup {room.place}"
+    return (
+        f"{who} {_gib(wanted_bytes)} of host memory, but {where} has {_gib(room.free_bytes)} free of "
+        f"{_gib(room.limit_bytes)}, of which {_gib(reserve_bytes)} are to stay so (memory.reserve_bytes): load less on "
+        "this node, raise the limit, or lower the reserve"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB // 100 else f"{nbytes} bytes"
+
+
+# -- reading what the kernel says -------------------------------------------------------------------------------------
+
+
+def _machine(root: Path) -> Iterator[Room]:
+    facts = _pairs(root / "proc/meminfo", separator=":")
+    if "MemTotal" in facts and "MemAvailable" in facts:
+        yield Room("", facts["MemTotal"] * 1024, facts["MemAvailable"] * 1024)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str]]:
+    """(directory, name) of each cgroup of this process that can limit memory, and of its ancestors."""
+    mounts = list(_mounts(root))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for kind, options, mounted_part, mount_point in mounts:
+            unified = controllers == "" and kind == "cgroup2"
+            if not unified and not ("memory" in controllers.split(",") and kind == "cgroup" and "memory" in options):
+                continue
+            top = root / mount_point.lstrip("/")
+            below = path.removeprefix(mounted_part.rstrip("/")) if path.startswith(mounted_part) else ""
+            directory = top / below.strip("/")
+            while True:
+                yield directory, "/" + str(directory.relative_to(root))
+                if directory in (top, root):
+                    break
+                directory = directory.parent
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
+    """(file system, its options, which part of it, mount point) of everything that is mounted."""
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, _, behind = line.partition(" - ")
+        fields, kinds = mounted.split(), behind.split()
+        if len(fields) >= 5 and len(kinds) >= 3:
+            yield kinds[0], kinds[2].split(","), fields[3], fields[4]
+
+
+def _cgroup(directory: Path, name: str) -> Iterator[Room]:
+    limits = [
+        limit
+        for file in ("memory.max", "memory.high", "memory.limit_in_bytes")
+        if (limit := _number(directory / file)) is not None and limit < _NO_LIMIT_BYTES
+    ]
+    used = _number(directory / "memory.current")
+    if used is None:
+        used = _number(directory / "memory.usage_in_bytes")
+    if not limits or used is None:
+        return
+    facts = _pairs(directory / "memory.stat")
+    prefix = "total_" if "total_inactive_file" in facts else ""  # v1 counts the groups below only under this name
+    cached = facts.get(f"{prefix}inactive_file", 0) + facts.get(f"{prefix}active_file", 0)
+    yield Room(name, min(limits), max(0, min(limits) - max(0, used - cached)))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _pairs(path: Path, separator: str | None = None) -> dict[str, int]:
+    """The lines "name number ..." of a file."""
+    found = {}
+    for line in _lines(path):
+        words = line.replace(separator, " ").split() if separator else line.split()
+        if len(words) >= 2 and words[1].isdigit():
+            found[words[0]] = int(words[1])
+    return found
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value
