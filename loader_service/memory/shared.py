@@ -1,0 +1,101 @@
+"""Memory that ranks of one node share: an anonymous memory file, which has no name and ends with its last user.
+
+Nothing of it is found in /dev/shm, no limit of that file system binds it, and a killed process leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import sys
+
+import psutil
+
+from loader_service.errors import MemoryLimitError
+from loader_service.memory.admission import memory_rooms
+from loader_service.memory.allocators import HostBuffer, map_shared
+
+_REFUSALS = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG})
+_RESERVE_STEP_BYTES = 64 << 20
+
+
+class SharedMemory:
+    """A memory file of `nbytes`. What is reserved of it can be touched without failing. Owns its descriptor.
+
+    What `map` gives outlives `close`, and so do the mappings of other processes that were given the descriptor.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = descriptor
+        self.nbytes = nbytes
+
+    @classmethod
+    def create(cls, nbytes: int) -> SharedMemory:
+        """A memory file whose size nobody can change any more. Nothing is reserved yet.
+
+        Raises MemoryLimitError if it cannot be had.
+        """
+        if not sys.platform.startswith("linux"):
+            raise MemoryLimitError("layout shared needs Linux: use layout per_rank")
+        descriptor = -1
+        try:
+            descriptor = os.memfd_create("loader-service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.truncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            if isinstance(error, OSError) and error.errno in _REFUSALS:
+                raise _refused(nbytes, error, psutil.virtual_memory().available) from error
+            raise
+        return cls(descriptor, nbytes)
+
+    @classmethod
+    def received(cls, descriptor: int, nbytes: int) -> SharedMemory:
+        """Takes over a descriptor that another process handed on; raises MemoryLimitError unless it holds `nbytes`."""
+        memory = cls(descriptor, nbytes)
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        size = os.fstat(descriptor).st_size
+        if size < nbytes or not seals & fcntl.F_SEAL_SHRINK:
+            memory.close()
+            raise MemoryLimitError(f"a shared table of {nbytes} bytes was announced, but the memory has {size}")
+        return memory
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Makes the bytes [start, stop) of it resident, zeroed. Ranks reserve their own parts at the same time. Blocks.
+
+        Raises MemoryLimitError, with what is wanted and what is there. It looks first, and again every 64 MiB: the
+        kernel would kill this process, or another, rather than refuse.
+        """
+        while start < stop:
+            end = min(stop, start + _RESERVE_STEP_BYTES)
+            available = min((room.free_bytes for room in memory_rooms()), default=stop - start)
+            if available < stop - start:
+                raise _refused(stop - start, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), available)
+            try:
+                os.posix_fallocate(self.descriptor, start, end - start)
+            except OSError as error:
+                if error.errno in _REFUSALS:
+                    raise _refused(stop - start, error, available) from error
+                raise
+            start = end
+
+    def map(self) -> HostBuffer:
+        """The memory, in this process, for as long as anything refers to it."""
+        return map_shared(self.descriptor, self.nbytes)
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _refused(nbytes: int, error: OSError, available: int) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"{nbytes} bytes of shared memory cannot be had ({os.strerror(error.errno or 0)}): {available} bytes of memory "
+        "are available; use layout per_rank, load less on this node, or raise its limit",
+        errno=error.errno,
+    )
