@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -69,6 +70,34 @@ def _rows(group: Group, mesh: Mesh, rank: int) -> Rows:
             place, parts = mesh.coord_along(rank, term.axes)
             return term.division.cuts[0].interval(group.shape[0], parts, place)
     return 0, group.shape[0]
+
+
+def shares(total: int, rows_by_rank: Mapping[int, Rows]) -> dict[int, tuple[Rows, ...]]:
+    """Who fills which rows of a table of `total` rows that the given ranks of a node share: each row once.
+
+    A rank fills what it holds; rows that several of them hold are divided among those, rows that none of them holds (a
+    rank of another node does) among all.
+    """
+    edges = sorted({0, total, *(edge for rows in rows_by_rank.values() for edge in rows)})
+    found: dict[int, list[Rows]] = {rank: [] for rank in rows_by_rank}
+    for start, stop in itertools.pairwise(edges):
+        holders = [rank for rank, (first, last) in rows_by_rank.items() if first <= start and stop <= last]
+        fillers = sorted(holders or rows_by_rank)
+        for place, rank in enumerate(fillers):
+            share = tuple(start + (stop - start) * at // len(fillers) for at in (place, place + 1))
+            if share[0] < share[1]:
+                found[rank].append((share[0], share[1]))
+    return {rank: _joined(ranges) for rank, ranges in found.items()}
+
+
+def _joined(ranges: Sequence[Rows]) -> tuple[Rows, ...]:
+    joined: list[Rows] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def refuse_what_has_no_rows(

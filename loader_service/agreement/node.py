@@ -1,0 +1,207 @@
+"""Ranks of one node that can share memory: how they find each other, and how one hands memory to the others.
+
+Ranks exchange cards through the store (with the configuration's records). Those with the same kernel and the same
+/dev/shm are candidates; which of them truly reach each other is tried: each connects to the lowest one over an abstract
+Unix socket whose name only the group knows. Such a socket has no file, so no crash leaves anything behind; who connects
+must be the same user and show the token of its card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from loader_service.agreement.messages import JSON
+from loader_service.errors import LoaderError
+
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
+MEET_WAIT_S: Final = 10.0
+_LOOK_EVERY_S: Final = 0.1
+_WELCOME: Final = b"welcome"
+_MOST_BYTES: Final = 4096
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+
+Stopped = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rank tells of itself. `node` names the kernel (a boot id), `memory` its /dev/shm; `token` is a secret of
+    the group."""
+
+    rank: int
+    node: str
+    memory: str
+    token: str
+
+    def as_json(self) -> JSON:
+        return {"node": self.node, "memory": self.memory, "token": self.token}
+
+    @classmethod
+    def from_json(cls, rank: int, told: object) -> Card:
+        """Another rank's card; one without a token for what is none: nobody shares with it."""
+        facts: Mapping[object, object] = told if isinstance(told, Mapping) else {}
+        return cls(rank, str(facts.get("node", "")), str(facts.get("memory", "")), str(facts.get("token", "")))
+
+    def may_share(self, other: Card) -> bool:
+        return bool(self.token and other.token) and (self.node, self.memory) == (other.node, other.memory)
+
+
+def memory_device() -> str:
+    """Which /dev/shm this process sees: equal numbers of one kernel are one file system. Empty where there is none."""
+    try:
+        return str(SHARED_MEMORY.stat().st_dev)
+    except OSError:
+        return ""
+
+
+class Door:
+    """This rank's listening socket, open from before its card is shown until the group is made."""
+
+    def __init__(self, rank: int, node: str, memory: str) -> None:
+        token = secrets.token_hex(16) if memory and hasattr(socket, "SO_PEERCRED") else ""
+        self.card = Card(rank, node, memory, token)
+        self._socket: socket.socket | None = None
+        if token:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.bind(_address(token))
+            self._socket.listen(1024)
+
+    def meet(self, cards: Sequence[Card], stopped: Stopped, wait_s: float = MEET_WAIT_S) -> NodeGroup:
+        """Connects this rank with those that it can share memory with. Blocks, at most `wait_s`.
+
+        A rank that reaches nobody is a group of its own; `stopped` ends the waiting early. The host's list is right
+        once all ranks have told whom they reached.
+        """
+        candidates = [card for card in cards if card.may_share(self.card)] or [self.card]
+        host = min(candidates, key=lambda card: card.rank)
+        deadline_s = time.monotonic() + wait_s
+        if host.rank == self.card.rank:
+            others = {card.rank: card.token for card in candidates if card.rank != host.rank}
+            return NodeGroup(host.rank, self._welcome(others, deadline_s, stopped))
+        connection = self._knock(host, deadline_s, stopped)
+        if connection is None:
+            return NodeGroup(self.card.rank, {})
+        return NodeGroup(host.rank, {host.rank: connection})
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _welcome(self, tokens: dict[int, str], deadline_s: float, stopped: Stopped) -> dict[int, socket.socket]:
+        found: dict[int, socket.socket] = {}
+        while self._socket is not None and len(found) < len(tokens) and not stopped():
+            if not _readable(self._socket, deadline_s):
+                if time.monotonic() >= deadline_s:
+                    break
+                continue
+            connection, _ = self._socket.accept()
+            rank = _visitor(connection, tokens, deadline_s)
+            if rank is None or rank in found:
+                connection.close()
+                continue
+            found[rank] = connection
+            with contextlib.suppress(OSError):
+                connection.send(_WELCOME)
+        return found
+
+    def _knock(self, host: Card, deadline_s: float, stopped: Stopped) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(_address(host.token))
+            if _peer_user(connection) == os.geteuid():
+                connection.send(json.dumps({"rank": self.card.rank, "token": self.card.token}).encode())
+                while not stopped() and time.monotonic() < deadline_s:
+                    if _readable(connection, deadline_s):
+                        if connection.recv(_MOST_BYTES) == _WELCOME:
+                            return connection
+                        break
+        except OSError:  # another network namespace: nobody listens under that name here
+            pass
+        connection.close()
+        return None
+
+
+class NodeGroup:
+    """The ranks that this one shares memory with, by way of the lowest, the `host`. Owns the connections."""
+
+    def __init__(self, host: int, connections: dict[int, socket.socket]) -> None:
+        self.host = host
+        self._connections = connections
+
+    def hand_over(self, descriptor: int, ranks: Sequence[int]) -> None:
+        """The host gives its group a descriptor. Raises LoaderError for a rank that said it is here and is not."""
+        for rank in ranks:
+            connection = self._connections.get(rank)
+            try:
+                if connection is None:
+                    raise ConnectionError("it is not connected")
+                socket.send_fds(connection, [b"memory"], [descriptor])
+            except OSError as error:
+                raise LoaderError(f"shared memory could not be handed to rank {rank} on this node: {error}") from error
+
+    def receive(self, stopped: Stopped) -> int | None:
+        """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone."""
+        (connection,) = self._connections.values()
+        while not stopped():
+            if not _readable(connection, time.monotonic() + _LOOK_EVERY_S):
+                continue
+            try:
+                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+            except OSError as error:
+                raise self._host_is_gone() from error
+            if not data:
+                raise self._host_is_gone()
+            if descriptors:
+                return descriptors[0]
+        return None
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _host_is_gone(self) -> LoaderError:
+        return LoaderError(f"rank {self.host} has left before it handed over the memory that this node shares")
+
+
+def _address(token: str) -> str:
+    return f"\0loader-service-{token}"
+
+
+def _readable(connection: socket.socket, deadline_s: float) -> bool:
+    wait_s = min(_LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic()))
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))
+
+
+def _visitor(connection: socket.socket, tokens: Mapping[int, str], deadline_s: float) -> int | None:
+    """Which rank has connected; None for anybody else."""
+    connection.settimeout(max(_LOOK_EVERY_S, deadline_s - time.monotonic()))
+    try:
+        if _peer_user(connection) != os.geteuid():
+            return None
+        told = json.loads(connection.recv(_MOST_BYTES))
+        rank, token = told["rank"], told["token"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        connection.settimeout(None)
+    return rank if isinstance(rank, int) and secrets.compare_digest(tokens.get(rank, ""), str(token)) else None
+
+
+def _peer_user(connection: socket.socket) -> int:
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(told)[1]
+    return user
