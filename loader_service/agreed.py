@@ -16,18 +16,28 @@ from loader_service.config.schema import ServiceConfig
 from loader_service.planning.plan import PLANNER_VERSION, LoadPlan
 
 
-def config_record(config: ServiceConfig, load: str, *, node: str, coords: Mapping[str, int] | None) -> PhaseRecord:
-    """The configuration as far as ranks must share it. `node` is counted, coordinates are listed for all to know.
+def config_record(
+    config: ServiceConfig,
+    load: str,
+    *,
+    node: str,
+    coords: Mapping[str, int] | None,
+    table: str | None = None,
+    card: JSON = None,
+) -> PhaseRecord:
+    """The configuration as far as ranks must share it. `node` is counted, coordinates are listed for all to know, and
+    so is `card`, what a rank tells of its node. `table` is the host table that is asked for, if one is.
 
     Either every rank gives coordinates or none does; what they are may differ, that is their purpose.
     """
     given = None if coords is None else "given"
-    body = cast(JSON, {"load": load, "planner": PLANNER_VERSION, "coords": given, **normalised(config, load)})
+    facts = {"load": load, "table": table, "planner": PLANNER_VERSION, "coords": given}
+    body = cast(JSON, {**facts, **normalised(config, load)})
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return PhaseRecord(
         digest=hashlib.sha256(text.encode()).hexdigest(),
         counted={"node": node},
-        listed=None if coords is None else dict(coords),
+        listed=None if coords is None and card is None else {"coords": coords, "card": card},
         body=lambda: body,
     )
 
@@ -41,10 +51,11 @@ def catalog_record(catalog: Catalog) -> PhaseRecord:
     )
 
 
-def plan_record(plan: LoadPlan) -> PhaseRecord:
-    """The plan of all ranks. Equal configurations and catalogs give equal plans, so this guards the planner itself."""
+def plan_record(plan: LoadPlan, told: JSON = None) -> PhaseRecord:
+    """The plan of all ranks. Equal configurations and catalogs give equal plans, so this guards the planner itself.
+    `told` is listed: what each rank wants all to know by then."""
     body: JSON = {"plan_digest": plan.digest, "planner": PLANNER_VERSION}
-    return PhaseRecord(digest=plan.digest, body=lambda: body)
+    return PhaseRecord(digest=plan.digest, listed=told, body=lambda: body)
 
 
 def _config_difference(a: JSON, b: JSON) -> str:

@@ -25,9 +25,11 @@ from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, make_plan
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
+from loader_service.reading.ranges import Drop, RangeReader
 from loader_service.reading.reader import Storage
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
+from loader_service.rows import RowReader
 from loader_service.scheduler import Resources
 
 log = logging.getLogger("loader_service.engine")
@@ -68,7 +70,7 @@ class Engine:
         self.node = ""
         self._group_spec = group
         self._group: Group | None = None
-        self._pinner: Pinner = pinner if pinner is not None else CudaPinner()
+        self.pinner: Pinner = pinner if pinner is not None else CudaPinner()
         self._pool: StagingPool | None = None
         self._catalogs: dict[CheckpointConfig, Catalog] = {}
         self._plans: dict[tuple[str, Mesh], LoadPlan] = {}
@@ -220,26 +222,41 @@ class Engine:
             self._plans[load, mesh] = plan
         return plan
 
-    def resources(self, ranks_by_node: Mapping[str, int]) -> tuple[Resources, dict[str, PolicyOutcome]]:
-        """Threads and memory for a load, and the policies in effect. `ranks_by_node`: how many ranks each node has."""
-        reads, staging = self.config.reads, self.config.staging
+    def row_reader(self, *, may_drop: bool) -> RowReader:
+        """A reader for host-resident tables, over the service's files and threads. `may_drop`: no other rank wants the
+        same bytes, so that the page cache need not keep what is read."""
+        reads = self.config.reads
+        drops: dict[str, Drop] = {"auto": "what it brought in", "always": "everything", "never": "nothing"}
+        drop: Drop = drops[reads.drop_page_cache] if may_drop else "nothing"
+        ranges = RangeReader(self.handles, access=reads.access, retries=reads.retries, drop=drop)
+        return RowReader(ranges, self.threads, chunk_bytes=reads.chunk_bytes, stuck_after_s=reads.stuck_after_s)
+
+    def size_threads(self, ranks_by_node: Mapping[str, int]) -> PolicyOutcome:
+        """Sets the number of reading threads, by what is configured and how many ranks each node has."""
+        reads = self.config.reads
         here = ranks_by_node.get(self.node, 1)
         threads, reason = _thread_count(reads.threads, reads.threads_per_node, here, self.handles.limit)
         self.handles.check_threads(threads)
         self.threads.resize(threads)
+        return PolicyOutcome(str(reads.threads), str(threads), reason)
+
+    def resources(self, ranks_by_node: Mapping[str, int]) -> tuple[Resources, dict[str, PolicyOutcome]]:
+        """Threads and memory for a load, and the policies in effect. `ranks_by_node`: how many ranks each node has."""
+        reads, staging = self.config.reads, self.config.staging
+        threads = self.size_threads(ranks_by_node)
         if self._pool is None:
             slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
             self._pool = StagingPool(
-                staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self._pinner
+                staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner
             )
         policies = {
             "access": PolicyOutcome(reads.access, "buffered", "files are read through the page cache"),
             "sharing": PolicyOutcome(reads.sharing, "none", "each rank reads for itself"),
             "drop_page_cache": PolicyOutcome(reads.drop_page_cache, "never", "what was read stays cached"),
-            "threads": PolicyOutcome(str(reads.threads), str(threads), reason),
+            "threads": threads,
             "pin": self._pool.pin_outcome,
         }
-        return Resources(self.handles, self.threads, threads, self._pool), policies
+        return Resources(self.handles, self.threads, self.threads.threads, self._pool), policies
 
 
 def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: int) -> tuple[int, str]:

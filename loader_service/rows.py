@@ -74,7 +74,8 @@ class RowReader:
                 part = view[start - where.start : stop - where.start]
                 at = where.moved(start - where.start)
                 label = f"bytes [{start}, {stop}) of {_named(where)}"
-                reading.add(self._threads.submit(self.ranges.read, at, part, label=label, path=at.path, offset=start))
+                chunk = self._threads.submit(self.ranges.read, at, part, label=label, path=at.path, offset=start)
+                reading.add(chunk, stop - start)
         except BaseException:
             reading.cancel()
             raise
@@ -92,14 +93,15 @@ class Reading:
         self._threads = threads
         self._stuck_after_s = stuck_after_s
         self._lock = threading.Lock()
-        self._chunks: set[Future[None]] = set()
+        self._chunks: dict[Future[None], int] = {}
         self._adding = True
+        self.done_bytes = 0
         self._error: BaseException | None = None
         self._ended: Future[None] = Future()
 
-    def add(self, chunk: Future[None]) -> None:
+    def add(self, chunk: Future[None], nbytes: int) -> None:
         with self._lock:
-            self._chunks.add(chunk)
+            self._chunks[chunk] = nbytes
         chunk.add_done_callback(self._take)
 
     def complete(self) -> None:
@@ -125,7 +127,7 @@ class Reading:
             self.cancel()
             self._until_ended()
             raise
-        self._raise_error()
+        self.raise_error()
 
     async def wait_async(self) -> None:
         """As `wait`, on the running loop, for a cancellation."""
@@ -135,7 +137,19 @@ class Reading:
             self.cancel()
             await uninterrupted(self._ended_async())
             raise
-        self._raise_error()
+        self.raise_error()
+
+    async def ended_within(self, limit_s: float) -> bool:
+        """Whether it has ended, after waiting for that at most so long. Cancelled, it just returns: see `cancel`."""
+        if not self._ended.done():
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=limit_s)
+            self._give_up_stuck()
+        return self._ended.done()
+
+    def raise_error(self) -> None:
+        """Raises what went wrong first."""
+        if self._error is not None:
+            raise self._error
 
     # -- inside
 
@@ -145,18 +159,19 @@ class Reading:
             self._give_up_stuck()
 
     async def _ended_async(self) -> None:
-        while not self._ended.done():
-            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=_LOOK_EVERY_S)
-            self._give_up_stuck()
+        while not await self.ended_within(_LOOK_EVERY_S):
+            pass
 
     def _take(self, chunk: Future[None], error: BaseException | None = None) -> None:
         """A chunk has ended, or was given up with `error`."""
         if error is None and not chunk.cancelled():
             error = chunk.exception()
         with self._lock:
-            if chunk not in self._chunks:
+            nbytes = self._chunks.pop(chunk, None)
+            if nbytes is None:
                 return
-            self._chunks.discard(chunk)
+            if error is None and not chunk.cancelled():
+                self.done_bytes += nbytes
             first = error is not None and self._error is None
             if first:
                 self._error = error
@@ -179,10 +194,6 @@ class Reading:
             if chunk is not None and self._threads.abandon(chunk):
                 text = f"{read.path}: {read.label} has not returned for {read.age_s:.1f} s: check the storage"
                 self._take(chunk, ReadError(text, path=self._where.path, tensor=self._where.tensor))
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 class RowSource:
@@ -320,6 +331,9 @@ class SharedRowSource(RowSource):
         self._set_up(where, shape, dtype)
         self._reader = reader
         self._rows = rows
+
+    def close(self) -> None:
+        """Nothing: what it shares ends with its service."""
 
 
 def _chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

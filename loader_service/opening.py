@@ -1,0 +1,71 @@
+"""What ranks agree on before bytes are read, for loads and tables alike: configuration, catalog, plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import cast
+
+from loader_service.agreed import catalog_record, config_record, plan_record
+from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
+from loader_service.agreement.session import Session
+from loader_service.checkpoint.catalog import Catalog
+from loader_service.engine import Engine
+from loader_service.errors import CheckpointError, ReadError, record_of
+from loader_service.planning.plan import LoadPlan
+
+log = logging.getLogger("loader_service.load")
+
+
+class Opening:
+    """The first three phases of one session on its rank. `fallbacks` collects what was done otherwise than asked."""
+
+    def __init__(self, engine: Engine, load: str, session: Session) -> None:
+        self.fallbacks: list[str] = []
+        self._engine = engine
+        self._load = load
+        self._session = session
+
+    async def config(self, table: str | None = None, card: JSON = None) -> Verdict:
+        """Agrees on the configuration. `table`, if one is filled, is agreed on too; of `card` each rank hears all."""
+        engine = self._engine
+        record = config_record(
+            engine.config, self._load, node=engine.node, coords=engine.coords, table=table, card=card
+        )
+        verdict = await self._session.exchange(Phase.CONFIG, record)
+        told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
+        engine.set_coords([facts.get("coords") for facts in told] if engine.coords is not None else None)
+        return verdict
+
+    async def catalog(self) -> Catalog:
+        """Reads the headers; if any rank could not, all ranks read theirs again, once, together."""
+        on_progress = self._session.report_progress  # a rank whose storage is slow is not late
+        try:
+            catalog = await self._engine.catalog(self._load, on_progress=on_progress)
+        except (CheckpointError, ReadError) as error:
+            failure = record_of(error, rank=self._engine.group.rank, phase=Phase.CATALOG.value)
+            verdict = await self._session.exchange(Phase.CATALOG, PhaseRecord(outcome="retry", failure=failure))
+        else:
+            verdict = await self._session.exchange(Phase.CATALOG, catalog_record(catalog))
+        if verdict.action == "retry":
+            self.fallbacks.append("headers: read again by all ranks, since a rank could not read one")
+            catalog = await self._engine.catalog(self._load, fresh=True, on_progress=on_progress)
+            await self._session.exchange(Phase.CATALOG, catalog_record(catalog))
+        return catalog
+
+    async def plan(self, catalog: Catalog) -> LoadPlan:
+        """Plans, this rank's part too; to be agreed on then."""
+        plan = await self._engine.plan(self._load, catalog)
+        await self._engine.in_thread(
+            lambda: plan.for_rank(self._engine.group.rank).streamed, what=f"planning load '{self._load}'"
+        )
+        return plan
+
+    async def agree_on_plan(self, plan: LoadPlan, told: JSON = None) -> Verdict:
+        """Agrees on the plan; of `told` each rank hears all."""
+        verdict = await self._session.exchange(Phase.PLAN, plan_record(plan, told))
+        for warning in plan.warnings:
+            log.warning("load '%s': %s", self._load, warning)
+        if plan.read_all:
+            self.fallbacks.append("key_prefixes: no name matches, so the load was done as if none were declared")
+        return verdict

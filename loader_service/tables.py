@@ -1,0 +1,298 @@
+"""Host tables: one collective call that agrees on a table, admits, allocates, fills and pins it.
+
+`per_rank`: each rank holds its own rows. `shared`: the ranks of a node hold one whole table, which each of them fills a
+part of, at the same time. The order is the same on every rank, also on one without rows; a rank that fails says so
+before it cleans up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
+from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict, error_of
+from loader_service.agreement.node import Card, Door, NodeGroup, memory_device
+from loader_service.agreement.session import Session
+from loader_service.bridge import uninterrupted
+from loader_service.engine import Engine
+from loader_service.errors import ConfigError, LoaderError, MemoryLimitError
+from loader_service.memory.admission import Demand, memory_rooms, refusal
+from loader_service.memory.allocators import PAGE_BYTES, HostBuffer, allocate_host
+from loader_service.memory.pinning import PinPolicy
+from loader_service.memory.shared import SharedMemory
+from loader_service.memory.tensors import tensor_view, torch_dtype
+from loader_service.opening import Opening
+from loader_service.planning.plan import LoadPlan
+from loader_service.planning.rules import Layout
+from loader_service.planning.tables import Rows, TablePart, shares
+from loader_service.reading.ranges import FileRange
+from loader_service.report import PolicyOutcome
+from loader_service.rows import Reading, RowReader
+
+log = logging.getLogger("loader_service.tables")
+
+_FINAL = "the ranks' verdict ended the table"
+_REPORT_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostTable:
+    """A filled table in host memory, which lives as long as its tensor does, whatever becomes of the service.
+
+    `tensor` holds this rank's rows (`per_rank`) or the whole table (`shared`: other ranks of the node see the same
+    memory), in the table's dtype; `rows` (start, stop) are this rank's rows of the whole table. `pinned`: page-locked,
+    for this process's device. `access` and `pin` say what became of those policies.
+    """
+
+    tensor: torch.Tensor
+    rows: Rows
+    layout: Layout
+    pinned: bool
+    access: PolicyOutcome
+    pin: PolicyOutcome
+
+
+class TableRun:
+    """One `host_table` call on its rank. Runs on the service's loop."""
+
+    def __init__(self, engine: Engine, load: str, name: str) -> None:
+        self._engine = engine
+        self._load = load
+        self._name = name
+        self._phase = Phase.CONFIG
+        self._session: Session | None = None
+        self._door: Door | None = None
+        self._group: NodeGroup | None = None
+        self._memory: SharedMemory | None = None
+        self._readings: list[Reading] = []
+        self._stopped = threading.Event()  # for threads that wait for other ranks
+
+    async def run(self) -> HostTable:
+        """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end(verdict: Verdict) -> None:  # noqa: ARG001
+            self._stopped.set()
+            task.cancel(_FINAL)
+
+        try:
+            self._session = session = self._engine.group.session(f"{self._load}: {self._name}", describe=DESCRIBE)
+            session.on_final(end)
+            table = await self._fill(session)
+            await session.close()
+        except BaseException as error:
+            await uninterrupted(self._fail(error))
+            final = self._session.final if self._session is not None else None
+            if isinstance(error, asyncio.CancelledError) and final is not None and error.args == (_FINAL,):
+                raise error_of(final) from None
+            raise
+        finally:
+            self._close_node()
+        return table
+
+    async def _fill(self, session: Session) -> HostTable:
+        engine = self._engine
+        opening = Opening(engine, self._load, session)
+        self._door = await engine.in_thread(
+            lambda: Door(engine.group.rank, engine.node, memory_device()), what="opening a socket for this node"
+        )
+        verdict = await opening.config(table=self._name, card=self._door.card.as_json())
+        told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
+        cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
+        self._phase = Phase.CATALOG
+        catalog = await opening.catalog()
+        self._phase = Phase.PLAN
+        plan = await opening.plan(catalog)
+        part = self._part(plan, engine.group.rank)
+        if part.layout == "shared":
+            self._group = await self._meet(self._door, cards)
+        pin = PinPolicy(engine.config.staging.pin, engine.pinner)
+        agreed = await opening.agree_on_plan(plan, told=await self._demand(part))
+        self._phase = Phase.OPEN
+        hosts = self._check([cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
+        engine.size_threads(verdict.counts.get("node", {}))
+        reader = engine.row_reader(may_drop=part.layout == "per_rank")
+        buffer, ranges = await self._allocate(plan, part, hosts)
+        await session.exchange(Phase.OPEN, PhaseRecord())
+        self._phase = Phase.READ
+        await self._read(session, reader, plan, part, buffer, ranges)
+        await session.exchange(Phase.READ, PhaseRecord())
+        self._phase = Phase.FINISH
+        pinned = await engine.in_thread(lambda: pin.pin(buffer), what="pinning a table")
+        await session.exchange(Phase.FINISH, PhaseRecord())
+        tensor = _tensor(part, buffer)
+        return HostTable(tensor, part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
+
+    # Before anything is read
+
+    def _part(self, plan: LoadPlan, rank: int) -> TablePart:
+        part = plan.table(self._name, rank)
+        if part is None:
+            raise ConfigError(
+                f"loads.{self._load}: '{self._name}' is no host-resident table of this load: give it a rule with "
+                "`host_resident`, or take it as an ordinary tensor",
+                tensor=self._name,
+            )
+        return part
+
+    async def _meet(self, door: Door, cards: Sequence[Card]) -> NodeGroup:
+        return await self._engine.in_thread(
+            lambda: door.meet(cards, self._stopped.is_set), what="meeting the other ranks of this node"
+        )
+
+    async def _demand(self, part: TablePart) -> JSON:
+        """What this rank is about to allocate; the host's is the whole table of its group."""
+        engine = self._engine
+        host = engine.group.rank if self._group is None else self._group.host
+        wanted = (part.rows[1] - part.rows[0]) * part.row_bytes
+        if part.layout == "shared":
+            wanted = part.nbytes if host == engine.group.rank else 0
+        rooms = await engine.in_thread(memory_rooms, what="how much memory is free")
+        demand = Demand(engine.group.rank, engine.node, wanted, rooms, engine.config.memory.reserve_bytes)
+        return {"host": host, "demand": cast(JSON, demand.as_json())}
+
+    def _check(self, told: Sequence[Mapping[str, object]]) -> list[int]:
+        """Each rank's host. Raises MemoryLimitError, on every rank, if any rank's memory cannot be had."""
+        demands = [
+            Demand.from_json(rank, cast(Mapping[str, object], facts["demand"])) for rank, facts in enumerate(told)
+        ]
+        problem = refusal(demands)
+        if problem is not None:
+            raise MemoryLimitError(f"host table '{self._name}': {problem}", tensor=self._name)
+        return [cast(int, facts["host"]) for facts in told]
+
+    # Memory
+
+    async def _allocate(
+        self, plan: LoadPlan, part: TablePart, hosts: Sequence[int]
+    ) -> tuple[HostBuffer, tuple[Rows, ...]]:
+        """(the table's memory, the rows that this rank reads into it)."""
+        if part.layout == "per_rank":
+            return _own_memory(part), (part.rows,)
+        own = self._engine.group.rank
+        ranks = [rank for rank, host in enumerate(hosts) if host == hosts[own]]
+        rows = shares(part.shape[0], {rank: self._part(plan, rank).rows for rank in ranks})[own]
+        buffer = await self._engine.in_thread(
+            lambda: self._shared_memory(part, [rank for rank in ranks if rank != own]),
+            what=f"allocating shared table '{self._name}'",
+        )
+        memory = self._memory
+        if memory is None or buffer is None:  # FINAL came meanwhile, and cancels this task
+            raise asyncio.CancelledError(_FINAL)
+        lead = buffer.nbytes - part.nbytes
+
+        def reserve() -> None:
+            for start, stop in rows:
+                memory.reserve(lead + start * part.row_bytes, lead + stop * part.row_bytes)
+
+        await self._engine.in_thread(reserve, what=f"reserving shared table '{self._name}'")
+        return buffer, rows
+
+    def _shared_memory(self, part: TablePart, others: Sequence[int]) -> HostBuffer | None:
+        """The segment of this node: made by the host and handed to the others. Blocks."""
+        assert self._group is not None
+        nbytes = _lead(part) + part.nbytes
+        if self._group.host == self._engine.group.rank:
+            self._memory = SharedMemory.create(nbytes)
+            self._group.hand_over(self._memory.descriptor, others)
+        else:
+            descriptor = self._group.receive(self._stopped.is_set)
+            if descriptor is None:
+                return None
+            self._memory = SharedMemory.received(descriptor, nbytes)
+        return self._memory.map()
+
+    # Reading
+
+    async def _read(
+        self,
+        session: Session,
+        reader: RowReader,
+        plan: LoadPlan,
+        part: TablePart,
+        buffer: HostBuffer,
+        ranges: Sequence[Rows],
+    ) -> None:
+        engine = self._engine
+        shard = plan.catalog.shards[part.shard_id]
+        before = part.rows[0] if part.layout == "per_rank" else 0
+        lead = buffer.nbytes - part.nbytes if part.layout == "shared" else 0
+        for start, stop in ranges:
+            where = FileRange(shard.path, shard.identity, part.start + start * part.row_bytes, part.name)
+            view = buffer.memoryview[lead + (start - before) * part.row_bytes : lead + (stop - before) * part.row_bytes]
+            self._readings.append(reader.begin(where, view))
+        for reading in self._readings:
+            while not await reading.ended_within(_REPORT_EVERY_S):
+                session.report_progress(f"{sum(one.done_bytes for one in self._readings)} bytes of '{part.name}' read")
+            reading.raise_error()
+        await engine.in_thread(
+            lambda: engine.handles.verify(shard.path, shard.identity), what=f"looking at {shard.path} again"
+        )
+
+    # Leaving
+
+    async def _fail(self, error: BaseException) -> None:
+        """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises."""
+        session = self._session
+        if session is None:
+            return
+        telling = None
+        if session.final is None and not session.succeeded:
+            telling = asyncio.ensure_future(session.fail(as_reported(error), self._phase))
+        self._stopped.set()
+        for reading in self._readings:
+            reading.cancel()
+        grace_s = self._engine.config.agreement.grace_s
+        for reading in self._readings:
+            if not await reading.ended_within(grace_s):
+                log.warning("a read of '%s' did not return; its memory is not used again", self._name)
+        self._engine.forget_catalog(self._load)
+        if telling is not None:
+            with contextlib.suppress(Exception):
+                await telling
+        attach_verdict(error, session, self._phase)
+        with contextlib.suppress(Exception):
+            await session.close()
+
+    def _close_node(self) -> None:
+        """Nothing of the handing over is needed any more: the mapping keeps the memory."""
+        self._stopped.set()
+        closing: tuple[Callable[[], None] | None, ...] = (
+            self._door.close if self._door is not None else None,
+            self._group.close if self._group is not None else None,
+            self._memory.close if self._memory is not None else None,
+        )
+        for close in closing:
+            if close is not None:
+                close()
+
+
+def _own_memory(part: TablePart) -> HostBuffer:
+    """Memory that this rank's rows can be read into past the page cache, if the file's alignment allows it at all."""
+    start = part.start + part.rows[0] * part.row_bytes
+    nbytes = (part.rows[1] - part.rows[0]) * part.row_bytes
+    return allocate_host(nbytes, congruent_to=start if start % part.itemsize == 0 else 0)
+
+
+def _lead(part: TablePart) -> int:
+    """Where the table begins in a shared segment: congruent with the file, as far as its elements' alignment allows."""
+    lead = part.start % PAGE_BYTES
+    return lead if lead % part.itemsize == 0 else 0
+
+
+def _tensor(part: TablePart, buffer: HostBuffer) -> torch.Tensor:
+    dtype = torch_dtype(part.dtype_code)
+    if dtype is None:
+        raise LoaderError(f"torch has no type for '{part.name}' ({part.dtype_code})", tensor=part.name)
+    if part.layout == "shared":
+        return tensor_view(buffer.tensor, buffer.nbytes - part.nbytes, dtype, part.shape)
+    return tensor_view(buffer.tensor, 0, dtype, (part.rows[1] - part.rows[0], *part.shape[1:]))
