@@ -21,7 +21,14 @@ from typing import Final, Self
 import torch
 
 from loader_service.bridge import uninterrupted
-from loader_service.errors import ConfigError, DestinationError, ReadError
+from loader_service.errors import (
+    ConfigError,
+    DestinationError,
+    LoadCancelledError,
+    LoaderError,
+    ReadError,
+    StateError,
+)
 from loader_service.memory.tensors import raw_memory, torch_dtype, why_unwritable
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
@@ -67,7 +74,8 @@ class RowReader:
         _end(self._threads, self.ranges.handles)
 
     def begin(self, where: FileRange, view: memoryview) -> Reading:
-        """Queues the chunks of one range, which `view` is to hold."""
+        """Queues the chunks of one range, which `view` is to hold. What goes wrong with that ends the reading, so that
+        whoever waits for it hears of it once nothing is written to `view` any more."""
         reading = Reading(where, self._threads, self._stuck_after_s)
         try:
             for start, stop in _chunks(where.start, where.start + view.nbytes, self._chunk_bytes):
@@ -76,11 +84,9 @@ class RowReader:
                 label = f"bytes [{start}, {stop}) of {_named(where)}"
                 chunk = self._threads.submit(self.ranges.read, at, part, label=label, path=at.path, offset=start)
                 reading.add(chunk, stop - start)
-        except BaseException:
-            reading.cancel()
-            raise
-        finally:
-            reading.complete()
+        except BaseException as error:  # noqa: BLE001 - an interrupt too: it is raised by whoever waits
+            reading.fail(error)
+        reading.complete()
         return reading
 
 
@@ -97,6 +103,7 @@ class Reading:
         self._adding = True
         self.done_bytes = 0
         self._error: BaseException | None = None
+        self._cancelled = False
         self._ended: Future[None] = Future()
 
     def add(self, chunk: Future[None], nbytes: int) -> None:
@@ -112,9 +119,16 @@ class Reading:
         if over:
             self._end()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error, unless it has one."""
+        with self._lock:
+            self._error = error if self._error is None else self._error
+        self.cancel()
+
     def cancel(self) -> None:
         """Drops what is queued; what a thread is at goes on."""
         with self._lock:
+            self._cancelled = True
             chunks = tuple(self._chunks)
         for chunk in chunks:
             chunk.cancel()
@@ -140,14 +154,14 @@ class Reading:
         self.raise_error()
 
     async def ended_within(self, limit_s: float) -> bool:
-        """Whether it has ended, after waiting for that at most so long. Cancelled, it just returns: see `cancel`."""
+        """Whether it has ended, after waiting for that at most so long. Being cancelled here does not `cancel` it."""
         if not self._ended.done():
             await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=limit_s)
             self._give_up_stuck()
         return self._ended.done()
 
     def raise_error(self) -> None:
-        """Raises what went wrong first."""
+        """Raises what went wrong first, or that it was cancelled before all was there."""
         if self._error is not None:
             raise self._error
 
@@ -164,13 +178,13 @@ class Reading:
 
     def _take(self, chunk: Future[None], error: BaseException | None = None) -> None:
         """A chunk has ended, or was given up with `error`."""
-        if error is None and not chunk.cancelled():
-            error = chunk.exception()
+        if error is None:
+            error = self._dropped() if chunk.cancelled() else chunk.exception()
         with self._lock:
             nbytes = self._chunks.pop(chunk, None)
             if nbytes is None:
                 return
-            if error is None and not chunk.cancelled():
+            if error is None:
                 self.done_bytes += nbytes
             first = error is not None and self._error is None
             if first:
@@ -180,6 +194,14 @@ class Reading:
             self.cancel()
         if over:
             self._end()
+
+    def _dropped(self) -> LoaderError:
+        """Why a chunk was never read; told only where nothing went wrong before."""
+        path, tensor = self._where.path, self._where.tensor
+        what = f"{path}: not all was read of {_named(self._where)}"
+        if self._cancelled:
+            return LoadCancelledError(f"{what}: the reading was cancelled", path=path, tensor=tensor)
+        return StateError(f"{what}: its source was closed meanwhile", path=path, tensor=tensor)
 
     def _end(self) -> None:
         with contextlib.suppress(InvalidStateError):
@@ -271,7 +293,8 @@ class RowSource:
 
         `dst` is a contiguous CPU tensor of the table's dtype and row shape, any number of rows. Raises DestinationError
         before a byte moves if it does not fit; EndOfFileError, ReadError or CheckpointError if reading fails, once
-        nothing is written to `dst` any more: its contents are then undefined.
+        nothing is written to `dst` any more: its contents are then undefined. (A read that is stuck in the system is
+        given up in the end; it may still write.)
         """
         self._begin(dst, row_start).wait()
 

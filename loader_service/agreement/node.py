@@ -1,14 +1,15 @@
 """Ranks of one node that can share memory: how they find each other, and how one hands memory to the others.
 
-Ranks exchange cards through the store (with the configuration's records). Those with the same kernel and the same
-/dev/shm are candidates; which of them truly reach each other is tried: each connects to the lowest one over an abstract
-Unix socket whose name only the group knows. Such a socket has no file, so no crash leaves anything behind; who connects
-must be the same user and show the token of its card.
+Ranks exchange cards through the store (with the configuration's records). Those with the same kernel, /dev/shm, network
+namespace and user are candidates; which of them truly reach each other is tried: each connects to the lowest one over
+an abstract Unix socket. Such a socket has no file, so no crash leaves anything behind; who connects must be the same
+user and show the token of its card.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -25,6 +26,7 @@ from loader_service.agreement.messages import JSON
 from loader_service.errors import LoaderError
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
+NETWORK: Final = Path("/proc/self/ns/net")
 MEET_WAIT_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
 _WELCOME: Final = b"welcome"
@@ -36,8 +38,8 @@ Stopped = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a rank tells of itself. `node` names the kernel (a boot id), `memory` its /dev/shm; `token` is a secret of
-    the group."""
+    """What a rank tells of itself. `node` names the kernel (a boot id), `memory` what of it the rank sees (see
+    `memory_device`); `token` is a secret of the group."""
 
     rank: int
     node: str
@@ -54,13 +56,17 @@ class Card:
         return cls(rank, str(facts.get("node", "")), str(facts.get("memory", "")), str(facts.get("token", "")))
 
     def may_share(self, other: Card) -> bool:
-        return bool(self.token and other.token) and (self.node, self.memory) == (other.node, other.memory)
+        known = all((self.token, other.token, self.node, self.memory))
+        return known and (self.node, self.memory) == (other.node, other.memory)
 
 
 def memory_device() -> str:
-    """Which /dev/shm this process sees: equal numbers of one kernel are one file system. Empty where there is none."""
+    """Which /dev/shm and network namespace this process sees, as which user: equal ones of one kernel can share memory.
+
+    The last two only spare the waiting for those whom no socket reaches. Empty where there is no /dev/shm.
+    """
     try:
-        return str(SHARED_MEMORY.stat().st_dev)
+        return f"{SHARED_MEMORY.stat().st_dev} {NETWORK.stat().st_ino} {os.geteuid()}"
     except OSError:
         return ""
 
@@ -100,19 +106,27 @@ class Door:
 
     def _welcome(self, tokens: dict[int, str], deadline_s: float, stopped: Stopped) -> dict[int, socket.socket]:
         found: dict[int, socket.socket] = {}
-        while self._socket is not None and len(found) < len(tokens) and not stopped():
-            if not _readable(self._socket, deadline_s):
-                if time.monotonic() >= deadline_s:
+        visitors: list[socket.socket] = []  # who have not told yet who they are: nobody waits for a single one of them
+        try:
+            while self._socket is not None and len(found) < len(tokens) and not stopped():
+                ready = _ready((self._socket, *visitors), deadline_s)
+                if not ready and time.monotonic() >= deadline_s:
                     break
-                continue
-            connection, _ = self._socket.accept()
-            rank = _visitor(connection, tokens, deadline_s)
-            if rank is None or rank in found:
+                for connection in ready:
+                    if connection is self._socket:
+                        visitors.append(connection.accept()[0])
+                        continue
+                    visitors.remove(connection)
+                    rank = _visitor(connection, tokens)
+                    if rank is None or rank in found:
+                        connection.close()
+                        continue
+                    found[rank] = connection
+                    with contextlib.suppress(OSError):
+                        connection.send(_WELCOME)
+        finally:
+            for connection in visitors:
                 connection.close()
-                continue
-            found[rank] = connection
-            with contextlib.suppress(OSError):
-                connection.send(_WELCOME)
         return found
 
     def _knock(self, host: Card, deadline_s: float, stopped: Stopped) -> socket.socket | None:
@@ -122,7 +136,7 @@ class Door:
             if _peer_user(connection) == os.geteuid():
                 connection.send(json.dumps({"rank": self.card.rank, "token": self.card.token}).encode())
                 while not stopped() and time.monotonic() < deadline_s:
-                    if _readable(connection, deadline_s):
+                    if _ready((connection,), deadline_s):
                         if connection.recv(_MOST_BYTES) == _WELCOME:
                             return connection
                         break
@@ -154,10 +168,11 @@ class NodeGroup:
         """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone."""
         (connection,) = self._connections.values()
         while not stopped():
-            if not _readable(connection, time.monotonic() + _LOOK_EVERY_S):
+            if not _ready((connection,), time.monotonic() + _LOOK_EVERY_S):
                 continue
             try:
-                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+                # Without the flag every program that this process starts would inherit the memory.
+                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
                 raise self._host_is_gone() from error
             if not data:
@@ -176,29 +191,32 @@ class NodeGroup:
 
 
 def _address(token: str) -> str:
-    return f"\0loader-service-{token}"
+    """Every user of the machine can read such names; the token they cannot."""
+    return f"\0loader-service-{hashlib.sha256(token.encode()).hexdigest()[:32]}"
 
 
-def _readable(connection: socket.socket, deadline_s: float) -> bool:
+def _ready(connections: Sequence[socket.socket], deadline_s: float) -> list[socket.socket]:
+    """Those that can be read from, after waiting for one a little, at most until the deadline."""
     wait_s = min(_LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic()))
     poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(wait_s * 1000))
+    by_number = {connection.fileno(): connection for connection in connections}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(wait_s * 1000)]
 
 
-def _visitor(connection: socket.socket, tokens: Mapping[int, str], deadline_s: float) -> int | None:
-    """Which rank has connected; None for anybody else."""
-    connection.settimeout(max(_LOOK_EVERY_S, deadline_s - time.monotonic()))
+def _visitor(connection: socket.socket, tokens: Mapping[int, str]) -> int | None:
+    """Which rank has told that it is here; None for anybody else."""
     try:
         if _peer_user(connection) != os.geteuid():
             return None
-        told = json.loads(connection.recv(_MOST_BYTES))
+        told = json.loads(connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT))
         rank, token = told["rank"], told["token"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    finally:
-        connection.settimeout(None)
-    return rank if isinstance(rank, int) and secrets.compare_digest(tokens.get(rank, ""), str(token)) else None
+    if type(rank) is not int or rank not in tokens:
+        return None
+    return rank if secrets.compare_digest(tokens[rank].encode(), str(token).encode()) else None
 
 
 def _peer_user(connection: socket.socket) -> int:

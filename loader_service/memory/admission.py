@@ -6,15 +6,17 @@ what is free, and all of them go on or none does.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
 RESERVE_SHARE: Final = 10
 MOST_RESERVE_BYTES: Final = 16 << 30
 _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+_MOST_DIGITS: Final = 20
 _GIB: Final = 1 << 30
 
 ROOT: Final = Path("/")
@@ -24,12 +26,18 @@ ROOT: Final = Path("/")
 class Room:
     """Where memory comes from: a machine (`place` "") or a cgroup, its `limit_bytes`, and what is free of them.
 
-    Cached file contents that the kernel can give up count as free.
+    Cached file contents that the kernel can give up count as free. `identity` tells cgroups of a machine apart where
+    processes see them under other names, or other ones under the same name, as containers do.
     """
 
     place: str
     limit_bytes: int
     free_bytes: int
+    identity: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.identity or self.place
 
 
 def memory_rooms(root: Path = ROOT) -> tuple[Room, ...]:
@@ -61,17 +69,23 @@ class Demand:
     reserve: int | Literal["auto"]
 
     def as_json(self) -> dict[str, object]:
-        rooms = [[room.place, room.limit_bytes, room.free_bytes] for room in self.rooms]
+        rooms = [[room.place, room.limit_bytes, room.free_bytes, room.identity] for room in self.rooms]
         return {"node": self.node, "wanted": self.wanted_bytes, "rooms": rooms, "reserve": self.reserve}
 
     @classmethod
     def from_json(cls, rank: int, told: Mapping[str, object]) -> Demand:
         """What another rank told. Raises ValueError for anything else."""
-        rooms, reserve = told.get("rooms"), told.get("reserve")
-        if not isinstance(rooms, list) or not (reserve == "auto" or isinstance(reserve, int)):
-            raise ValueError(f"rank {rank} told its memory in an unknown way")
-        found = tuple(Room(str(place), int(limit), int(free)) for place, limit, free in rooms)
-        return cls(rank, str(told.get("node")), _whole(told.get("wanted")), found, reserve)
+        node, rooms, reserve = told.get("node"), told.get("rooms"), told.get("reserve")
+        if not (isinstance(node, str) and isinstance(rooms, list)):
+            raise ValueError(f"rank {rank} told its memory in an unknown way")  # noqa: TRY004 - it is not the caller's
+        wanted_bytes = _whole(told.get("wanted"))
+        return cls(rank, node, wanted_bytes, tuple(map(_room, rooms)), "auto" if reserve == "auto" else _whole(reserve))
+
+
+def _room(told: object) -> Room:
+    if not isinstance(told, list) or len(told) != 4 or not (isinstance(told[0], str) and isinstance(told[3], str)):
+        raise ValueError(f"{told!r} does not say how much memory there is")
+    return Room(told[0], _whole(told[1]), _whole(told[2]), told[3])
 
 
 def refusal(demands: Sequence[Demand]) -> str | None:
@@ -83,7 +97,7 @@ def refusal(demands: Sequence[Demand]) -> str | None:
     tightest: dict[tuple[str, str], tuple[Room, int]] = {}
     for demand in demands:
         for room in demand.rooms:
-            key = (demand.node, room.place)
+            key = (demand.node, room.key)
             takers[key].append(demand)
             reserve = reserve_of(room, demand.reserve)
             if key not in tightest or room.free_bytes - reserve < tightest[key][0].free_bytes - tightest[key][1]:
@@ -123,19 +137,25 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str]]:
     """(directory, name) of each cgroup of this process that can limit memory, and of its ancestors."""
     mounts = list(_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         for kind, options, mounted_part, mount_point in mounts:
             unified = controllers == "" and kind == "cgroup2"
             if not unified and not ("memory" in controllers.split(",") and kind == "cgroup" and "memory" in options):
                 continue
             top = root / mount_point.lstrip("/")
-            below = path.removeprefix(mounted_part.rstrip("/")) if path.startswith(mounted_part) else ""
-            directory = top / below.strip("/")
-            while True:
-                yield directory, "/" + str(directory.relative_to(root))
-                if directory in (top, root):
+            directory = top / _below(PurePosixPath(path), PurePosixPath(mounted_part))
+            for part in (directory, *directory.parents):
+                yield part, "/" + str(part.relative_to(root))
+                if part == top:
                     break
-                directory = directory.parent
+
+
+def _below(path: PurePosixPath, mounted_part: PurePosixPath) -> PurePosixPath:
+    """A cgroup's place under a mount of `mounted_part` of the hierarchy; the mount itself where it is not below it, as
+    in containers and cgroup namespaces: that is then the nearest ancestor that can be seen."""
+    if ".." in path.parts or not path.is_relative_to(mounted_part):
+        return PurePosixPath()
+    return path.relative_to(mounted_part)
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
@@ -144,24 +164,34 @@ def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
         mounted, _, behind = line.partition(" - ")
         fields, kinds = mounted.split(), behind.split()
         if len(fields) >= 5 and len(kinds) >= 3:
-            yield kinds[0], kinds[2].split(","), fields[3], fields[4]
+            yield kinds[0], kinds[2].split(","), _unescaped(fields[3]), _unescaped(fields[4])
+
+
+def _unescaped(path: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
 def _cgroup(directory: Path, name: str) -> Iterator[Room]:
-    limits = [
-        limit
-        for file in ("memory.max", "memory.high", "memory.limit_in_bytes")
-        if (limit := _number(directory / file)) is not None and limit < _NO_LIMIT_BYTES
-    ]
+    facts = _pairs(directory / "memory.stat")
+    limits = [_number(directory / file) for file in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    limits.append(facts.get("hierarchical_memory_limit"))  # v1: of ancestors, also of those that cannot be seen
+    known = [limit for limit in limits if limit is not None and limit < _NO_LIMIT_BYTES]
     used = _number(directory / "memory.current")
     if used is None:
         used = _number(directory / "memory.usage_in_bytes")
-    if not limits or used is None:
+    if not known or used is None:
         return
-    facts = _pairs(directory / "memory.stat")
     prefix = "total_" if "total_inactive_file" in facts else ""  # v1 counts the groups below only under this name
     cached = facts.get(f"{prefix}inactive_file", 0) + facts.get(f"{prefix}active_file", 0)
-    yield Room(name, min(limits), max(0, min(limits) - max(0, used - cached)))
+    yield Room(name, min(known), max(0, min(known) - max(0, used - cached)), _identity(directory))
+
+
+def _identity(directory: Path) -> str:
+    try:
+        status = directory.stat()
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _lines(path: Path) -> list[str]:
@@ -173,7 +203,7 @@ def _lines(path: Path) -> list[str]:
 
 def _number(path: Path) -> int | None:
     lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+    return _whole_text(lines[0].strip()) if lines else None
 
 
 def _pairs(path: Path, separator: str | None = None) -> dict[str, int]:
@@ -181,9 +211,14 @@ def _pairs(path: Path, separator: str | None = None) -> dict[str, int]:
     found = {}
     for line in _lines(path):
         words = line.replace(separator, " ").split() if separator else line.split()
-        if len(words) >= 2 and words[1].isdigit():
-            found[words[0]] = int(words[1])
+        number = _whole_text(words[1]) if len(words) >= 2 else None
+        if number is not None:
+            found[words[0]] = number
     return found
+
+
+def _whole_text(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
 
 
 def _whole(value: object) -> int:

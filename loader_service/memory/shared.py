@@ -56,11 +56,15 @@ class SharedMemory:
     def received(cls, descriptor: int, nbytes: int) -> SharedMemory:
         """Takes over a descriptor that another process handed on; raises MemoryLimitError unless it holds `nbytes`."""
         memory = cls(descriptor, nbytes)
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError:  # no memory file at all
+            seals = 0
         size = os.fstat(descriptor).st_size
         if size < nbytes or not seals & fcntl.F_SEAL_SHRINK:
             memory.close()
-            raise MemoryLimitError(f"a shared table of {nbytes} bytes was announced, but the memory has {size}")
+            kept = "" if seals & fcntl.F_SEAL_SHRINK else ", which may shrink"
+            raise MemoryLimitError(f"a shared table of {nbytes} bytes was announced, but the memory has {size}{kept}")
         return memory
 
     def reserve(self, start: int, stop: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -93,7 +93,9 @@ class LoadPlan:
         return make_rank_plan(self.catalog, rank, self.digest, ids, group, geometries, self.coalesce_gap_bytes, tables)
 
     def table(self, name: str, rank: int) -> TablePart | None:
-        """The rank's part of a host-resident table, also where the rank takes none of it; None for any other name."""
+        """The rank's part of a host-resident table; without rows where the rank takes none of it. None for any other
+        name. Raises ConfigError for a rank that does not exist."""
+        self.mesh.coordinates(rank)
         tensor = self.catalog.id_of(name)
         if tensor is None:
             return None
@@ -101,7 +103,10 @@ class LoadPlan:
         if position == len(self.tensor_ids) or self.tensor_ids[position] != tensor:
             return None
         table = self.decisions.tables.get(position)
-        return None if table is None else self._part(position, table, rank)
+        if table is None:
+            return None
+        part = self._part(position, table, rank)
+        return part if self.decisions.taken(position, self.mesh, rank) else replace(part, rows=(0, 0))
 
     def _tables(self, rank: int, ids: npt.NDArray[np.int64]) -> dict[int, TablePart]:
         """The rank's tables by their place in `ids`, the tensors that it takes."""

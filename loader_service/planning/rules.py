@@ -82,6 +82,17 @@ class Decisions:
             taken &= (owner == places[i]) | (owner == NOT_DECIDED)
         return taken
 
+    def taken(self, tensor: int, mesh: Mesh, rank: int) -> bool:
+        """As `taken_by`, for one tensor of the selection."""
+        for i in self.signatures[self.signature[tensor]]:
+            term = self.terms[i]
+            place = mesh.coord_along(rank, term.axes)[0]
+            if term.takers is not None and place not in term.takers:
+                return False
+            if i in self.owners and self.owners[i][tensor] not in (place, NOT_DECIDED):
+                return False
+        return True
+
     def splits(self, signature: int) -> tuple[int, ...]:
         """The terms of a signature that cut a dimension."""
         return tuple(i for i in self.signatures[signature] if self.terms[i].division is not None)

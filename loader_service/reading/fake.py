@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from loader_service.reading.partial import read_part
 from loader_service.reading.reader import DirectoryEntry, FileIdentity, OpenFile, Storage
 
 Operation = Literal["list", "identify", "open", "open direct", "read", "read direct", "drop"]
@@ -303,7 +304,8 @@ class FakeStorage:
             faults = self._act("read direct" if file.direct else "read", file.path, offset, offset + wanted_bytes)
             if file.direct:
                 self._check_aligned(views, offset)
-            got = file.inner.read_into(_cut(views, _room(faults, offset, wanted_bytes)), offset)
+            room = _room(faults, offset, wanted_bytes)
+            got = read_part(file.inner, views, offset, room, whole_blocks=file.direct)
         with self._lock:
             self._reads.append(ReadCall(file.path, offset, got, wanted_bytes, file.direct))
         return got
@@ -380,14 +382,3 @@ def _room(faults: list[_Fault], offset: int, wanted_bytes: int) -> int:
         if fault.ends_at is not None:
             room = min(room, max(0, fault.ends_at - offset))
     return room
-
-
-def _cut(views: Sequence[memoryview], room: int) -> list[memoryview]:
-    """The views' first `room` bytes."""
-    kept: list[memoryview] = []
-    for view in views:
-        kept.append(view[:room])
-        room -= kept[-1].nbytes
-        if room <= 0:
-            break
-    return kept

@@ -51,8 +51,11 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
 
 
 def _probe(descriptor: int, offset: int) -> bool | None:
+    no_wait: int | None = getattr(os, "RWF_NOWAIT", None)
+    if no_wait is None:
+        return None
     try:
-        os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        os.preadv(descriptor, [bytearray(1)], offset, no_wait)
     except OSError as error:
         return False if error.errno == errno.EAGAIN else None
     return True

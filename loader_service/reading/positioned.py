@@ -45,7 +45,7 @@ def read_fully(
 
     Raises CheckpointError if the file is gone or is not `expected` any more, EndOfFileError if it ends early though it
     is the planned one, ReadError for all other failures of the system, DestinationError for views that cannot be
-    filled; all name the path, the range and `tensor`.
+    filled; all name the path, the range and `tensor`. A direct read that ends within a block counts as the file's end.
     """
     transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, DIRECT_BLOCK_BYTES if direct else 1)
     attempts = _Attempts(retries)
@@ -54,6 +54,7 @@ def read_fully(
         try:
             with handles.borrow(path, expected, direct=direct) as file:
                 ended = not transfer.run(file)
+                file_bytes = file.identity.size_bytes
         except OSError as error:
             pause_s = attempts.pause_before_retry(error.errno)
             if pause_s is None:
@@ -65,7 +66,7 @@ def read_fully(
         if ended:
             if expected is not None:
                 handles.verify(path, expected)
-            raise transfer.end_of_file()
+            raise transfer.end_of_file(file_bytes)
 
 
 @dataclass(slots=True)
@@ -112,8 +113,8 @@ class _Transfer:
             if got == 0:
                 return False
             usable = got - got % self.step_bytes
-            if usable == 0:
-                raise OSError(errno.EINVAL, f"a direct read of whole blocks returned {got} bytes")
+            if usable == 0:  # a direct read comes in whole blocks, but at the end of the file
+                return False
             self._advance(usable)
         return True
 
@@ -141,9 +142,10 @@ class _Transfer:
         done = self.position - self.start
         return f"reading bytes [{self.start}, {self.stop}){of_tensor}, {done} of {self.stop - self.start} bytes in"
 
-    def end_of_file(self) -> LoaderError:
+    def end_of_file(self, file_bytes: int) -> LoaderError:
+        ends_at = min(self.position, file_bytes)  # a range may begin behind the end
         return EndOfFileError(
-            f"{self.path}: the file ends at byte {self.position} while {self._where()}; "
+            f"{self.path}: the file ends at byte {ends_at} while {self._where()}; "
             "compare its size with the original's and fetch it again",
             path=self.path,
             tensor=self.tensor,

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader_service.errors import ReadError
+from loader_service.errors import EndOfFileError, LoaderError, ReadError
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES, read_fully
 from loader_service.reading.reader import FileIdentity
@@ -77,7 +77,8 @@ class RangeReader:
     file system refuses or the memory is not congruent. "direct" does not ask the page cache first, "buffered" always
     goes through it. A file that refused is not asked again.
 
-    `drop` says what the page cache is asked to forget behind the reads: "what it brought in" leaves what was found.
+    `drop` says what the page cache is asked to forget behind the reads: "what it brought in" leaves what "auto" found
+    there. Without such a look nobody knows what was there, since reads ahead: what is read through it is forgotten.
     """
 
     def __init__(self, handles: HandleCache, *, access: Access, retries: int, drop: Drop = "nothing") -> None:
@@ -110,15 +111,9 @@ class RangeReader:
             part, at = view[piece.start - start : piece.stop - start], where.moved(piece.start - start)
             if piece.how == "direct" and self._read_direct(at, part):
                 continue
-            self._read_buffered(at, part)
-            cached = piece.how == "cached"
-            self._count(
-                cached_bytes=part.nbytes if cached else 0,
-                buffered_bytes=0 if cached else part.nbytes,
-                incongruent_bytes=0 if congruent else part.nbytes,
-            )
-            if self._drop == "everything" or (self._drop == "what it brought in" and not cached):
-                self._forget(at, part.nbytes)
+            self._read_through(at, part, cached=piece.how == "cached", congruent=congruent)
+        if self._drop == "everything":
+            self._forget(where, view.nbytes)
 
     # -- which way
 
@@ -159,29 +154,47 @@ class RangeReader:
 
     # -- through the page cache, and past it
 
-    def _read_buffered(self, where: FileRange, view: memoryview) -> None:
+    def _read_through(
+        self, where: FileRange, view: memoryview, *, cached: bool = False, congruent: bool = True
+    ) -> None:
+        self._read(where, view)
+        for_the_memory = not congruent and self._access != "buffered" and where.path not in self._refused
+        self._count(
+            cached_bytes=view.nbytes if cached else 0,
+            buffered_bytes=0 if cached else view.nbytes,
+            incongruent_bytes=view.nbytes if for_the_memory else 0,
+        )
+        if self._drop == "what it brought in" and not cached:
+            self._forget(where, view.nbytes)
+
+    def _read(self, where: FileRange, view: memoryview, *, direct: bool = False) -> None:
         read_fully(
-            self.handles, where.path, where.expected, where.start, [view], retries=self._retries, tensor=where.tensor
+            self.handles,
+            where.path,
+            where.expected,
+            where.start,
+            [view],
+            retries=self._retries,
+            tensor=where.tensor,
+            direct=direct,
         )
 
     def _read_direct(self, where: FileRange, view: memoryview) -> bool:
-        """False, once for each file, where the system refuses: all of it is then to be read through the cache."""
+        """False where the file is, or turns out to be, one to be read through the cache: then all of it is."""
+        if where.path in self._refused:
+            return False
         start, stop = where.start, where.start + view.nbytes
         first = min(stop, -(-start // DIRECT_BLOCK_BYTES) * DIRECT_BLOCK_BYTES)
         last = max(first, stop // DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES)
         try:
             if first < last:
-                body = view[first - start : last - start]
-                read_fully(
-                    self.handles,
-                    where.path,
-                    where.expected,
-                    first,
-                    [body],
-                    retries=self._retries,
-                    tensor=where.tensor,
-                    direct=True,
-                )
+                self._read(where.moved(first - start), view[first - start : last - start], direct=True)
+        except EndOfFileError:
+            # Within a block nobody can tell an early end from a read that is cut short; the other way can, and says
+            # where the file ends and what was wanted. It returns if the file does not end here.
+            self._read_through(where, view)
+            self._refuse(where.path, "reads past the page cache end within a block")
+            return True
         except ReadError as error:
             if error.errno not in _REFUSALS:
                 raise
@@ -196,16 +209,20 @@ class RangeReader:
     def _read_edge(self, where: FileRange, view: memoryview) -> None:
         """A part of one block: the block is read into memory of this thread's own, and the part copied over.
 
-        What is out of the ordinary is left to a buffered read: a block that comes in parts, the file's end, an error.
+        What is out of the ordinary is left to the page cache: a block that comes in parts, the file's end, an error.
         """
         skip = where.start % DIRECT_BLOCK_BYTES
         block = self._block()
         got = 0
-        with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected, direct=True) as file:
-            got = file.read_into([block.data], where.start - skip)
+        try:
+            if where.path not in self._refused:
+                with self.handles.borrow(where.path, where.expected, direct=True) as file:
+                    got = file.read_into([block.data], where.start - skip)
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                self._refuse(where.path, errno.errorcode[error.errno or errno.EINVAL])
         if got < skip + view.nbytes:
-            self._read_buffered(where, view)
-            self._count(buffered_bytes=view.nbytes)
+            self._read_through(where, view)
             return
         view[:] = block.data[skip : skip + view.nbytes]
         self._count(direct_bytes=view.nbytes, bounced_bytes=view.nbytes)
@@ -231,7 +248,7 @@ class RangeReader:
         try:
             with self.handles.borrow(where.path, where.expected) as file:
                 file.drop_cached(where.start, nbytes)
-        except OSError as error:
+        except (OSError, LoaderError) as error:
             _log.debug("%s: the page cache keeps %d bytes from %d on: %s", where.path, nbytes, where.start, error)
 
     def _count(self, **more: int) -> None:
@@ -243,7 +260,9 @@ class RangeReader:
 def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
     """A reader's policy in words: `effective` is `direct`, `buffered` or `mixed`."""
     through = done.cached_bytes + done.buffered_bytes
-    effective = "mixed" if done.direct_bytes and through else "buffered" if through else "direct"
+    effective = "mixed" if done.direct_bytes and through else "direct" if done.direct_bytes else "buffered"
+    if not done.direct_bytes and not through:
+        effective = requested
     parts = []
     if done.direct_bytes:
         parts.append(f"{done.direct_bytes} bytes past the page cache ({done.bounced_bytes} copied over)")
