@@ -1,0 +1,149 @@
+"""What the page cache holds of a file, as the kernel tells it, by every way of asking."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loader_service.reading import page_cache
+from loader_service.reading.page_cache import cached_bytes
+from tests.reading.disk import MIB, PAGE, disk_folder, uncache, warm
+from tests.reading.making import make_file
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """(path, descriptor) of 1 MiB and a bit on a disk, of which nothing is cached."""
+    with disk_folder(tmp_path) as folder:
+        path, _ = make_file(folder, MIB + 100)
+        uncache(path)
+        descriptor = os.open(path, os.O_RDONLY)
+        yield path, descriptor
+        os.close(descriptor)
+
+
+class FakeCalls:
+    """What the kernel would answer: `counted` of cachestat (None: refused), the type of the file system."""
+
+    def __init__(self, counted: int | None, kind: int = 0xEF53) -> None:
+        self.counted = counted
+        self.kind = kind
+
+    def cachestat(self, descriptor: int, offset: int, nbytes: int) -> int | None:
+        return self.counted
+
+    def file_system(self, descriptor: int) -> int:
+        return self.kind
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, calls: FakeCalls | None) -> None:
+    monkeypatch.setattr(page_cache, "_system_calls", lambda: calls)
+
+
+def test_nothing_a_part_and_everything(file: tuple[str, int]) -> None:
+    path, descriptor = file
+    assert cached_bytes(descriptor, 0, MIB) == 0
+    warm(path, 16 * PAGE, 32 * PAGE)
+    assert cached_bytes(descriptor, 0, MIB) == 16 * PAGE
+    assert cached_bytes(descriptor, 16 * PAGE, 16 * PAGE) == 16 * PAGE
+    assert cached_bytes(descriptor, 32 * PAGE, 8 * PAGE) == 0
+    warm(path, 0, MIB + 100)
+    assert cached_bytes(descriptor, 0, MIB + 100) == MIB + 100
+
+
+def test_never_more_than_was_asked_for_and_nothing_of_nothing(file: tuple[str, int]) -> None:
+    path, descriptor = file
+    warm(path, 0, MIB)
+    assert cached_bytes(descriptor, 100, 17) == 17
+    assert cached_bytes(descriptor, 4000, 200) == 200  # a part of two pages
+    assert cached_bytes(descriptor, 100, 0) == 0
+    assert cached_bytes(descriptor, 100, -5) == 0
+
+
+def test_asking_brings_nothing_into_the_cache(file: tuple[str, int]) -> None:
+    _, descriptor = file
+    for _ in range(3):
+        assert cached_bytes(descriptor, 0, MIB) == 0
+
+
+def test_an_overlay_is_unknown_whatever_the_kernel_counts(
+    file: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, descriptor = file
+    answer(monkeypatch, FakeCalls(counted=0, kind=0x794C7630))
+    assert cached_bytes(descriptor, 0, MIB) is None
+
+
+def test_elsewhere_than_on_linux_it_is_unknown(file: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, None)
+    assert cached_bytes(file[1], 0, MIB) is None
+
+
+@pytest.mark.parametrize(
+    ("warmed", "expected"),
+    [
+        pytest.param((), 0, id="neither end"),
+        pytest.param((0,), MIB // 2, id="the first"),
+        pytest.param((MIB - PAGE,), MIB // 2, id="the last"),
+        pytest.param((0, MIB - PAGE), MIB, id="both"),
+    ],
+)
+def test_where_counting_is_refused_both_ends_are_probed(
+    file: tuple[str, int], monkeypatch: pytest.MonkeyPatch, warmed: tuple[int, ...], expected: int
+) -> None:
+    path, descriptor = file
+    answer(monkeypatch, FakeCalls(counted=None))
+    for start in warmed:
+        warm(path, start, start + PAGE)
+    assert cached_bytes(descriptor, 0, MIB) == expected
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
+def test_where_probes_are_refused_too_it_is_unknown(
+    file: tuple[str, int], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    answer(monkeypatch, FakeCalls(counted=None))
+    monkeypatch.setattr("loader_service.reading.page_cache.os.preadv", refuse)
+    assert cached_bytes(file[1], 0, MIB) is None
+
+
+def test_a_library_without_the_flag_for_probes_leaves_it_unknown(
+    file: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, FakeCalls(counted=None))
+    monkeypatch.delattr("loader_service.reading.page_cache.os.RWF_NOWAIT")
+    assert cached_bytes(file[1], 0, MIB) is None
+
+
+def test_a_descriptor_that_is_none_is_unknown_and_no_error() -> None:
+    assert cached_bytes(-1, 0, MIB) is None
+
+
+_AS_NOBODY = """
+import os, sys
+from loader_service.reading.page_cache import _SystemCalls, cached_bytes
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+calls = _SystemCalls()
+print(calls.cachestat(descriptor, 0, 1 << 20), cached_bytes(descriptor, 0, 1 << 20))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_kernel_counts_nothing_for_another_user_who_probes_instead(file: tuple[str, int]) -> None:
+    path, _ = file
+    warm(path, 0, MIB)
+    done = subprocess.run(
+        [sys.executable, "-c", _AS_NOBODY, path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["None", str(MIB)]
