@@ -248,13 +248,14 @@ class RowSource:
         known = torch_dtype(dtype) if isinstance(dtype, str) else dtype
         if not isinstance(known, torch.dtype):
             raise ConfigError(f"{where.path}: torch has no dtype {dtype!r}")
-        if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (where.start, *shape)):
+        sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+        if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (where.start, *sizes)):
             raise ConfigError(
                 f"{where.path}: a table needs an offset and a shape of at least one dimension, all of them integers "
                 f"that are not negative, not {where.start!r} and {shape!r}"
             )
         self._where = where
-        self._shape = tuple(shape)
+        self._shape = sizes
         self._dtype = known
         self._row_bytes = math.prod(self._shape[1:]) * known.itemsize
         self._rows = (0, self._shape[0])

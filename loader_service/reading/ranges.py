@@ -267,11 +267,11 @@ def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
     if done.direct_bytes:
         parts.append(f"{done.direct_bytes} bytes past the page cache ({done.bounced_bytes} copied over)")
     if done.cached_bytes:
-        parts.append(f"{done.cached_bytes} copied from it")
+        parts.append(f"{done.cached_bytes} bytes copied from the page cache")
     if done.buffered_bytes:
-        parts.append(f"{done.buffered_bytes} read through it")
+        parts.append(f"{done.buffered_bytes} bytes read through the page cache")
     if done.incongruent_bytes:
-        parts.append(f"{done.incongruent_bytes} of them into memory that is not congruent with the file")
+        parts.append(f"{done.incongruent_bytes} bytes of them into memory that is not congruent with the file")
     if done.refused:
         path, why = next(iter(done.refused.items()))
         more = f" and {len(done.refused) - 1} more files" if len(done.refused) > 1 else ""
