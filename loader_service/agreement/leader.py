@@ -140,9 +140,7 @@ class Leader:
                 self._failures.setdefault(rank, status.failure)
         for rank in self._lookout.silent(statuses.asked_at_s):
             if rank != LEADER:
-                watch = self._lookout.watches[rank]
-                silent_s = statuses.asked_at_s - watch.beat_at_s
-                self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.progress))
+                self._find_silent(rank, statuses.asked_at_s)
         self._find_late(statuses.asked_at_s)
         return effects + self._go_on(now_s)
 
@@ -156,6 +154,14 @@ class Leader:
         self._failures.setdefault(
             rank, Failure("error", FailureRecord(AgreementError.__name__, message, rank, self.phase))
         )
+
+    def _find_silent(self, rank: int, asked_at_s: float) -> None:
+        """A rank that was gone when this one went on after a stop had given this one up, not the other way round."""
+        watch = self._lookout.watches[rank]
+        silent_s = asked_at_s - watch.beat_at_s
+        if own_silence_s := self._lookout.own_silence_s(rank):
+            rank, watch, silent_s = LEADER, self._lookout.watches[LEADER], own_silence_s
+        self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.progress))
 
     def _arrived(self, rank: int) -> bool:
         return self._step != "records" or self._lookout.watches[rank].at >= (self._position, self._attempt)

@@ -14,6 +14,7 @@ from loader_service.agreement.messages import Entry, Failure, Status
 from loader_service.errors import FailureRecord
 
 HEARTBEAT_S = 1.0
+LOOKS_A_BEAT = 2  # of the leader at all statuses: a rank's silence is then known half a heartbeat after it began
 SUSPECT_S = 5.0
 CHOICE_WINDOW_S = 0.75  # within the second that an explicit failure may take to reach everyone
 
@@ -187,13 +188,17 @@ class Lookout:
         self.watches = {rank: Watch(now_s) for rank in ranks}
         self._limits = limits
         self._looked_at_s = now_s
+        self._gap = (0.0, now_s)  # for how long it did not look, where that was too long, and when it looked again
 
     def look(self, statuses: dict[int, Status], asked_at_s: float, now_s: float) -> list[Warn]:
         """Takes in what the ranks say of themselves. Returns a warning for each rank that has become suspect."""
-        unseen_s = max(asked_at_s - self._looked_at_s, now_s - asked_at_s)
+        # Several answers that were held up come at one time, which counts once.
+        unseen_s = max(asked_at_s - self._looked_at_s, now_s - max(asked_at_s, self._looked_at_s))
         if unseen_s > self._limits.suspect_s:
             for watch in self.watches.values():
                 watch.forgive(unseen_s)
+        if unseen_s > self._limits.timeout_s:
+            self._gap = (unseen_s, now_s)
         self._looked_at_s = now_s
         warnings = []
         for rank, watch in self.watches.items():
@@ -212,6 +217,12 @@ class Lookout:
             for rank, watch in self.watches.items()
             if watch.heard and asked_at_s - watch.beat_at_s > self._limits.timeout_s
         ]
+
+    def own_silence_s(self, rank: int) -> float:
+        """For how long this process itself stood still, if `rank` was gone when it went on; else 0."""
+        gap_s, looked_again_at_s = self._gap
+        soon_s = looked_again_at_s + MISSED_BEATS * self._limits.heartbeat_s
+        return gap_s if self.watches[rank].beat_at_s <= soon_s else 0.0
 
 
 # -- what is the cause ------------------------------------------------------------------------------------------------

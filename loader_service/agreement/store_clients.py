@@ -62,7 +62,11 @@ class ClientPool:
 
 class Meeting:
     """One service's place in a store. The store counts the services of each rank under `prefix`, so that ranks that
-    open their services in one order meet in the same one, also after a process was restarted."""
+    open their services in one order meet in the same one, also after a process was restarted.
+
+    A rank can miss one: it failed before it met the others, who gave it up. So it never joins one that is older than
+    the newest that any rank has begun, and the next time all of them meet again.
+    """
 
     def __init__(self, pool: ClientPool, prefix: str, rank: int, *, keep: bool) -> None:
         self.pool = pool
@@ -78,9 +82,20 @@ class Meeting:
 
         with self._lock:
             if self._service is None:
-                self._service = client.add(f"{self._prefix}/services/{self._rank}", 1)
+                self._service = self._next_service(client)
         prefix = f"{self._prefix}/{self._service}/{session}"
         return lambda store: cast(Store, PrefixStore(prefix, store))  # type: ignore[arg-type]
+
+    def _next_service(self, client: Store) -> int:
+        own, newest = f"{self._prefix}/services/{self._rank}", f"{self._prefix}/services/newest"
+        number = client.add(own, 1)
+        known = ""
+        while int(known or 0) < number:
+            stands = bytes(client.compare_set(newest, known, str(number))).decode()
+            known = stands or known
+        if int(known) > number:
+            number = client.add(own, int(known) - number)
+        return number
 
     def close(self) -> None:
         """Drops the connections, unless later services meet in the same store (`keep`)."""

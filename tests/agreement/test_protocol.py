@@ -449,6 +449,19 @@ def test_time_without_looking_is_nobodys_silence(asked_s: float, answered_s: flo
     assert at_s - answered_s == pytest.approx(LIMITS.timeout_s, abs=2.0), "from then on silence counts"
 
 
+def test_answers_that_were_held_up_together_are_forgiven_once() -> None:
+    """A loop that stood still finds a heap of them; each is old, but no rank has been unseen for their sum."""
+    status = Status(1, 1, "", (0, 0), None)
+    lookout = Lookout([1], LIMITS, 0.0)
+    for asked_s in range(50):
+        lookout.look({1: status}, asked_s, 50.0)
+    at_s = 50.0
+    while not lookout.silent(at_s):
+        at_s += 1.0
+        lookout.look({1: status}, at_s, at_s)
+    assert at_s == pytest.approx(50.0 + LIMITS.timeout_s, abs=2.0)
+
+
 # -- lateness ---------------------------------------------------------------------------------------------------------
 
 
@@ -507,6 +520,23 @@ def test_the_first_meeting_waits_for_the_start_limit_and_names_who_did_not_come(
 
 
 # -- the carrier ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["log", "collected", "alarm", "answer", "all of them"])
+def test_a_heartbeat_makes_up_for_wake_ups_that_are_lost_for_good(lost: str) -> None:
+    """As where the network has forgotten a connection that only waits: nothing ends it, and nothing comes over it."""
+
+    def run(act: Act) -> World:
+        world = World(3, act=act)
+        world.board.loses = lambda what: what == lost or (lost == "all of them" and what != "beat")
+        return world.run()
+
+    done = run(lambda rank, phase, attempt: PhaseRecord("same"))
+    assert all(len(rank.log) == len(PHASES) for rank in done.ranks)
+    assert done.time.now_s < 2 * LIMITS.heartbeat_s * len(PHASES) + 1
+    failed = run(failing((2, Phase.CATALOG, "ReadError", "error")))
+    assert failed.cause().record.rank == 2
+    assert failed.time.now_s < 2 * LIMITS.heartbeat_s + LIMITS.window_s + 4 * LIMITS.heartbeat_s
 
 
 def test_a_rank_that_loses_the_store_ends_alone_and_the_others_name_it() -> None:

@@ -17,8 +17,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from loader_service.agreement import store_carrier
-from loader_service.agreement.carriers import Carrier, MemoryBoard
+from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.group import join_group
+from loader_service.agreement.memory_carrier import MemoryBoard
 from loader_service.agreement.messages import PHASES, Failure, Phase, PhaseRecord, Verdict
 from loader_service.agreement.protocol import Limits
 from loader_service.agreement.session import Session

@@ -49,7 +49,7 @@ def serve() -> TCPStore:
 def make_seats(world_size: int) -> list[Seat]:
     nonce = f"seats {next(_nonces)}"
     return [
-        Seat(rank, world_size, ls.Rendezvous(serve(), rank, world_size, nonce))  # type: ignore[arg-type]
+        Seat(rank, world_size, ls.Rendezvous(serve(), rank, world_size, nonce))
         for rank in range(world_size)
     ]
 
