@@ -38,13 +38,16 @@ if TYPE_CHECKING:
     from loader_service.planning.plan import RankPlan as RankPlan
     from loader_service.report import LoadReport as LoadReport
     from loader_service.report import PolicyOutcome as PolicyOutcome
+    from loader_service.rows import RowSource as RowSource
     from loader_service.service import BlockingLoaderService as BlockingLoaderService
     from loader_service.service import LoaderService as LoaderService
+    from loader_service.service import host_resident_weights as host_resident_weights
     from loader_service.service import iter_weights as iter_weights
     from loader_service.stream import Batch as Batch
     from loader_service.stream import BlockingLoad as BlockingLoad
     from loader_service.stream import Load as Load
     from loader_service.stream import Piece as Piece
+    from loader_service.tables import HostTable as HostTable
 
 __version__ = "0.1.0"
 
@@ -70,12 +73,12 @@ _HOMES = {
     "memory.events": ("DeviceEvent",),
     "planning.plan": ("LoadPlan", "RankPlan"),
     "report": ("LoadReport", "PolicyOutcome"),
-    "service": ("BlockingLoaderService", "LoaderService", "iter_weights"),
+    "rows": ("RowSource",),
+    "service": ("BlockingLoaderService", "LoaderService", "host_resident_weights", "iter_weights"),
     "stream": ("Batch", "BlockingLoad", "Load", "Piece"),
+    "tables": ("HostTable",),
 }
 _ABSENT = {
-    "RowSource": "host-resident tables",
-    "host_resident_weights": "host-resident tables",
     "attach": "the resident service",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -250,9 +250,7 @@ class Engine:
         threads = self.size_threads(ranks_by_node)
         if self._pool is None:
             slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
-            self._pool = StagingPool(
-                staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner
-            )
+            self._pool = StagingPool(staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner)
         policies = {
             "access": PolicyOutcome(reads.access, "buffered", "files are read through the page cache"),
             "sharing": PolicyOutcome(reads.sharing, "none", "each rank reads for itself"),

@@ -18,10 +18,10 @@ log = logging.getLogger("loader_service.load")
 
 
 class Opening:
-    """The first three phases of one session on its rank. `fallbacks` collects what was done otherwise than asked."""
+    """The first three phases of one session on its rank. `fallbacks` gets what was done otherwise than asked."""
 
-    def __init__(self, engine: Engine, load: str, session: Session) -> None:
-        self.fallbacks: list[str] = []
+    def __init__(self, engine: Engine, load: str, session: Session, fallbacks: list[str]) -> None:
+        self._fallbacks = fallbacks
         self._engine = engine
         self._load = load
         self._session = session
@@ -48,7 +48,7 @@ class Opening:
         else:
             verdict = await self._session.exchange(Phase.CATALOG, catalog_record(catalog))
         if verdict.action == "retry":
-            self.fallbacks.append("headers: read again by all ranks, since a rank could not read one")
+            self._fallbacks.append("headers: read again by all ranks, since a rank could not read one")
             catalog = await self._engine.catalog(self._load, fresh=True, on_progress=on_progress)
             await self._session.exchange(Phase.CATALOG, catalog_record(catalog))
         return catalog
@@ -67,5 +67,5 @@ class Opening:
         for warning in plan.warnings:
             log.warning("load '%s': %s", self._load, warning)
         if plan.read_all:
-            self.fallbacks.append("key_prefixes: no name matches, so the load was done as if none were declared")
+            self._fallbacks.append("key_prefixes: no name matches, so the load was done as if none were declared")
         return verdict

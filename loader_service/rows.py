@@ -83,7 +83,8 @@ class RowReader:
                 at = where.moved(start - where.start)
                 label = f"bytes [{start}, {stop}) of {_named(where)}"
                 chunk = self._threads.submit(self.ranges.read, at, part, label=label, path=at.path, offset=start)
-                reading.add(chunk, stop - start)
+                if not reading.add(chunk, stop - start):
+                    break
         except BaseException as error:  # noqa: BLE001 - an interrupt too: it is raised by whoever waits
             reading.fail(error)
         reading.complete()
@@ -106,10 +107,15 @@ class Reading:
         self._cancelled = False
         self._ended: Future[None] = Future()
 
-    def add(self, chunk: Future[None], nbytes: int) -> None:
+    def add(self, chunk: Future[None], nbytes: int) -> bool:
+        """False if no more are wanted: a chunk has failed meanwhile."""
         with self._lock:
             self._chunks[chunk] = nbytes
+            wanted = not self._cancelled
         chunk.add_done_callback(self._take)
+        if not wanted:
+            chunk.cancel()
+        return wanted
 
     def complete(self) -> None:
         """No more chunks come."""
@@ -358,6 +364,10 @@ class SharedRowSource(RowSource):
 
     def close(self) -> None:
         """Nothing: what it shares ends with its service."""
+
+    def over(self, reader: RowReader) -> SharedRowSource:
+        """The same rows, read by another reader."""
+        return SharedRowSource(reader, self._where, self._shape, self._dtype, self._rows)
 
 
 def _chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

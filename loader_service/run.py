@@ -14,18 +14,19 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from loader_service.agreed import DESCRIBE, as_reported, attach_verdict, catalog_record, config_record, plan_record
+from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.session import Session
 from loader_service.bridge import Channel, uninterrupted
-from loader_service.checkpoint.catalog import Catalog
 from loader_service.engine import Engine
-from loader_service.errors import CheckpointError, FailureRecord, LoaderError, ReadError, StateError, record_of
+from loader_service.errors import LoaderError, StateError
 from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, Streams, UnitT
+from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.units import Placed, TensorUnit
 from loader_service.report import LoadReport, PolicyOutcome
 from loader_service.scheduler import Progress, Resources, Scheduler
+from loader_service.sources import Tables
 
 log = logging.getLogger("loader_service.load")
 
@@ -47,6 +48,7 @@ class LoadRun:
         self._phases: dict[str, float] = {}
         self._policies: dict[str, PolicyOutcome] = {}
         self._fallbacks: list[str] = []
+        self.tables: Tables | None = None
         self._plan: LoadPlan | None = None
         self._resources: Resources | None = None
         self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
@@ -97,14 +99,18 @@ class LoadRun:
         try:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
+            opening = Opening(self._engine, self.name, self._session, self._fallbacks)
             with self._timed(Phase.CONFIG):
-                counts = await self._agree_on_config()
+                verdict = await opening.config()
             with self._timed(Phase.CATALOG):
-                catalog = await self._agree_on_catalog()
+                catalog = await opening.catalog()
             with self._timed(Phase.PLAN):
-                await self._agree_on_plan(catalog)
+                plan = await opening.plan(catalog)
+                await opening.agree_on_plan(plan)
+                self._plan = plan
+                self.tables = Tables(self._engine, plan, self.rank_plan)
             with self._timed(Phase.OPEN):
-                self._resources, self._policies = self._engine.resources(counts)
+                self._resources, self._policies = self._engine.resources(verdict.counts.get("node", {}))
                 self._resources.pool.restart_peak()
                 await self._exchange(PhaseRecord())
             self._phase = Phase.READ  # the consumer's body, whatever it does there
@@ -117,41 +123,6 @@ class LoadRun:
             raise
         finally:
             self._entering = None
-
-    async def _agree_on_config(self) -> Mapping[str, int]:
-        engine = self._engine
-        record = config_record(engine.config, self.name, node=engine.node, coords=engine.coords)
-        verdict = await self._exchange(record)
-        self._engine.set_coords(verdict.listed)
-        return verdict.counts.get("node", {})
-
-    async def _agree_on_catalog(self) -> Catalog:
-        """Reads the headers; if any rank could not, all ranks read theirs again, once, together."""
-        assert self._session is not None
-        on_progress = self._session.report_progress  # a rank whose storage is slow is not late
-        try:
-            catalog = await self._engine.catalog(self.name, on_progress=on_progress)
-        except (CheckpointError, ReadError) as error:
-            verdict = await self._exchange(PhaseRecord(outcome="retry", failure=self._record(error)))
-        else:
-            verdict = await self._exchange(catalog_record(catalog))
-        if verdict.action == "retry":
-            self._fallbacks.append("headers: read again by all ranks, since a rank could not read one")
-            catalog = await self._engine.catalog(self.name, fresh=True, on_progress=on_progress)
-            await self._exchange(catalog_record(catalog))
-        return catalog
-
-    async def _agree_on_plan(self, catalog: Catalog) -> None:
-        plan = await self._engine.plan(self.name, catalog)
-        await self._engine.in_thread(
-            lambda: plan.for_rank(self._engine.group.rank), what=f"planning load '{self.name}'"
-        )
-        await self._exchange(plan_record(plan))
-        for warning in plan.warnings:
-            log.warning("load '%s': %s", self.name, warning)
-        if plan.read_all:
-            self._fallbacks.append("key_prefixes: no name matches, so the load was done as if none were declared")
-        self._plan = plan
 
     async def _exchange(self, record: PhaseRecord) -> Verdict:
         assert self._session is not None
@@ -169,7 +140,7 @@ class LoadRun:
     # Reading: one form of consumption
 
     def fill_owned(self) -> None:
-        plan, resources = self.rank_plan, self._ready()
+        plan, resources = self.rank_plan.streamed, self._ready()
         self._scheduler = self._scheduled(
             plan,
             OwnedFilling(
@@ -181,7 +152,7 @@ class LoadRun:
         )
 
     def fill_slots(self) -> None:
-        plan, resources = self.rank_plan, self._ready()
+        plan, resources = self.rank_plan.streamed, self._ready()
         self._scheduler = self._scheduled(
             plan, SlotFilling(plan, resources.pool, chunk_bytes=self._engine.config.reads.chunk_bytes)
         )
@@ -357,14 +328,12 @@ class LoadRun:
             self._phases[phase.value] = time.monotonic() - started
         log.debug("load '%s': %s complete", self.name, phase.value)
 
-    def _record(self, error: BaseException) -> FailureRecord:
-        return record_of(error, rank=self._engine.group.rank, phase=self._phase.value)
-
     def report(self) -> LoadReport:
         """What this rank did so far; final once the load was left."""
-        plan, scheduler = self.plan, self._scheduler
+        plan, scheduler, tables = self.plan, self._scheduler, self.tables
         shards = plan.catalog.shards
-        read = sorted(scheduler.shards_read) if scheduler is not None else []
+        read = sorted({*(scheduler.shards_read if scheduler else ()), *(tables.shards_read if tables else ())})
+        table_bytes = tables.read_bytes if tables else 0
         peak = self._resources.pool.statistics().peak_bytes if self._resources is not None else 0
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s
         return LoadReport(
@@ -372,8 +341,8 @@ class LoadRun:
             rank=self._engine.group.rank,
             world_size=self._engine.group.world_size,
             tensors=self.progress.tensors,
-            payload_bytes=self.progress.payload_bytes,
-            read_bytes=self.progress.read_bytes,
+            payload_bytes=self.progress.payload_bytes + table_bytes,
+            read_bytes=self.progress.read_bytes + table_bytes,
             striped_bytes=0,
             files_opened=len(read),
             files_read=tuple(shards[i].name for i in read),
@@ -383,7 +352,7 @@ class LoadRun:
             catalog_digest=plan.catalog.digest,
             plan_digest=plan.digest,
             phases=dict(self._phases),
-            policies=dict(self._policies),
+            policies=self._policies | (tables.policies if tables else {}),
             fallbacks=tuple(self._fallbacks),
             warnings=(*plan.catalog.notes, *plan.warnings),
         )

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
-
-import torch
+from typing import Self
 
 from loader_service.agreement.group import GroupChoice
 from loader_service.bridge import ServiceLoop
 from loader_service.config.schema import ServiceConfig
+from loader_service.config.yaml_file import config_from_dict
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, StateError
 from loader_service.memory.pinning import Pinner
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.reader import Storage
+from loader_service.rows import STANDALONE_CHUNK_BYTES, STANDALONE_THREADS, RowReader, SharedRowSource
 from loader_service.run import LoadRun
-from loader_service.stream import BlockingLoad, Load
+from loader_service.stream import BlockingLoad, Load, Weight
+from loader_service.tables import HostTable, TableRun
 
 
 class _Service:
@@ -75,10 +77,6 @@ class _Service:
         engine.check_no_open_load()
         return LoadRun(engine, load), loop
 
-    def host_table(self, load: str, name: str) -> NoReturn:
-        """Host-resident tables are not in this version: raises ConfigError."""
-        raise ConfigError(f"this version does not have host tables: load '{load}' reads '{name}' as an ordinary tensor")
-
     def __del__(self) -> None:
         if getattr(self, "_loop", None) is not None:
             warnings.warn("a LoaderService was dropped without being closed", ResourceWarning, stacklevel=2)
@@ -130,7 +128,16 @@ class LoaderService(_Service):
         """The load `load`, to be entered with `async with`; collective. One open load for each service."""
         return Load(*self._new_run(load))
 
-    async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def host_table(self, load: str, name: str) -> HostTable:
+        """Fills the host-resident table `name` of a load and returns it; collective, also for ranks without rows of it.
+
+        The rule decides the layout and the split the rows. Memory is admitted on all ranks before any is allocated. May
+        be called while a load is open, in the same order on all ranks. Raises on all ranks or on none.
+        """
+        loop, engine = self._opened()
+        return await loop.run(TableRun(engine, load, name).run())
+
+    async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, Weight], None]:
         """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end.
 
         An error in the body of the loop over it is no error here: the generator is abandoned, which is a `break`, and
@@ -194,13 +201,44 @@ class BlockingLoaderService(_Service):
         """As `LoaderService.open`, to be entered with `with`."""
         return BlockingLoad(*self._new_run(load))
 
-    def iter_weights(self, load: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def host_table(self, load: str, name: str) -> HostTable:
+        """As `LoaderService.host_table`, without await."""
+        loop, engine = self._opened()
+        return loop.run_blocking(TableRun(engine, load, name).run())
+
+    def iter_weights(self, load: str) -> Iterator[tuple[str, Weight]]:
         """As `LoaderService.iter_weights`; abandoning the generator leaves the load as a `break` does."""
         with BlockingLoad(*self._new_run(load), in_generator=True) as opened:
             yield from opened
 
 
-def iter_weights(config: ServiceConfig, load: str, group: GroupChoice = None) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_weights(config: ServiceConfig, load: str, group: GroupChoice = None) -> Iterator[tuple[str, Weight]]:
     """Opens a service for one load and yields its (name, tensor) pairs; everything is closed at the end."""
     with LoaderService.blocking(config, group) as service:
         yield from service.iter_weights(load)
+
+
+def host_resident_weights(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], patterns: Sequence[str]
+) -> Iterator[tuple[str, Weight]]:
+    """Row sources for the names of some safetensors files that match a pattern, tensors that own their memory for the
+    others, in plan order. For this process alone.
+
+    `files`: a folder, one file, or several files. `patterns` are globs over whole names; `*` crosses dots. The sources
+    live on after the iteration, and each ends when it is gone; no byte of a table is read before its source is.
+    """
+    paths = [os.fspath(files)] if isinstance(files, str | os.PathLike) else [os.fspath(path) for path in files]
+    rules = [{"match": pattern, "host_resident": {"layout": "per_rank"}} for pattern in patterns]
+    config = config_from_dict(
+        {"checkpoint": {"path": paths[0] if len(paths) == 1 else paths}, "loads": {"all": {"rules": rules}}}
+    )
+    reader: RowReader | None = None
+    with LoaderService.blocking(config, "solo") as service, service.open("all") as load:
+        for name, value in load:
+            if isinstance(value, SharedRowSource):
+                reader = reader or RowReader.standalone(
+                    threads=STANDALONE_THREADS, chunk_bytes=STANDALONE_CHUNK_BYTES, drop_page_cache=False
+                )
+                yield name, value.over(reader)
+            else:
+                yield name, value

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -25,11 +25,18 @@ from loader_service.memory.events import DeviceEvent, UnknownDeviceEvent, curren
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.units import Placed
 from loader_service.report import LoadReport
+from loader_service.rows import RowSource
 from loader_service.run import LoadRun
 
 YIELD_AFTER_S = 0.001  # an async consumer that never waits for data still lets its loop run this often
 
 T = TypeVar("T")
+
+Weight: TypeAlias = Any
+"""What a load hands over for a name: a `torch.Tensor`, or a `RowSource` where a rule says `host_resident`.
+
+Not a union: nearly all loads have tensors only, and whoever writes such a rule knows for which names.
+"""
 Index = tuple[int | slice, ...]
 
 
@@ -127,11 +134,16 @@ class _Taking:
     def __init__(self, run: LoadRun) -> None:
         self._run = run
         self._unit: OwnedUnit | None = None
+        self._streamed = 0
+        self._tables: Iterator[tuple[str, RowSource]] | None = None
+        self._tables_left = 0
         self._last_tensor = -1
 
-    def tensor(self) -> tuple[str, torch.Tensor] | None:
-        """The next (name, tensor), or None if the consumer has to wait for a unit. ChannelClosed at the end."""
+    def tensor(self) -> tuple[str, Weight] | None:
+        """The next (name, tensor or row source), or None if the consumer has to wait. ChannelClosed at the end."""
         self._run.channel.check()
+        if (table := self._due_table()) is not None:
+            return table
         while True:
             if self._unit is None:
                 unit = self._run.channel.get_nowait()
@@ -141,10 +153,26 @@ class _Taking:
                 self._unit = unit
             popped = self._unit.pop()
             if popped is not None:
+                self._streamed += 1
+                self._tables = None
                 self._run.progress.tensors += 1
                 self._run.progress.payload_bytes += popped[1].nbytes
                 return popped
             self._unit = None
+
+    def _due_table(self) -> tuple[str, RowSource] | None:
+        """A host-resident table whose turn it is; no byte of it is read before the consumer does."""
+        if self._run.tables is None:
+            return None
+        if self._tables is None:
+            self._tables = self._run.tables.after(self._streamed)
+            if self._streamed == 0:
+                self._tables_left = len(self._run.tables.sources)
+        table = next(self._tables, None)
+        if table is not None:
+            self._tables_left -= 1
+            self._run.progress.tensors += 1
+        return table
 
     def batch(self) -> Batch | None:
         """The next batch, or None if the consumer has to wait for it. ChannelClosed at the end."""
@@ -163,7 +191,8 @@ class _Taking:
 
     def close(self) -> None:
         """Ends the taking: notes whether everything was taken, gives back what was not."""
-        self._run.exhausted = self._run.channel.over and (self._unit is None or self._unit.empty)
+        taken = self._tables_left == 0 and (self._unit is None or self._unit.empty)
+        self._run.exhausted = self._run.channel.over and taken
         if self._unit is not None:
             self._unit.release()
             self._unit = None
@@ -282,7 +311,7 @@ class Load(_Face):
         with self._verdict_attached():
             await self._loop.run(self._run.leave(exc))
 
-    def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    def __aiter__(self) -> AsyncIterator[tuple[str, Weight]]:
         self._begin(self._run.fill_owned)
         return _AsyncItems(self._run, self._taking.tensor)
 
@@ -334,7 +363,7 @@ class BlockingLoad(_Face):
         with self._verdict_attached():
             self._loop.run_blocking(self._run.leave(exc))
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Weight]]:
         self._begin(self._run.fill_owned)
         return _Items(self._run, self._taking.tensor)
 

@@ -101,7 +101,7 @@ class TableRun:
 
     async def _fill(self, session: Session) -> HostTable:
         engine = self._engine
-        opening = Opening(engine, self._load, session)
+        opening = Opening(engine, self._load, session, [])
         self._door = await engine.in_thread(
             lambda: Door(engine.group.rank, engine.node, memory_device()), what="opening a socket for this node"
         )

@@ -49,6 +49,10 @@ class RangeStatistics:
     incongruent_bytes: int = 0
     refused: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def read_bytes(self) -> int:
+        return self.direct_bytes + self.cached_bytes + self.buffered_bytes
+
 
 class _Piece(NamedTuple):
     start: int
@@ -89,12 +93,19 @@ class RangeReader:
         self._lock = threading.Lock()
         self._statistics = RangeStatistics()
         self._refused: dict[str, str] = {}
+        self._paths_read: set[str] = set()
         self._of_thread = threading.local()
 
     @property
     def statistics(self) -> RangeStatistics:
         with self._lock:
             return replace(self._statistics, refused=dict(self._refused))
+
+    @property
+    def paths_read(self) -> frozenset[str]:
+        """The files of which bytes were asked for."""
+        with self._lock:
+            return frozenset(self._paths_read)
 
     @property
     def outcome(self) -> PolicyOutcome:
@@ -105,6 +116,8 @@ class RangeReader:
         """Fills `view` (contiguous bytes) with the file's bytes from `where.start` on. Raises as `read_fully` does."""
         if not view.nbytes:
             return
+        with self._lock:
+            self._paths_read.add(where.path)
         start = where.start
         congruent = (_address(view) - start) % DIRECT_BLOCK_BYTES == 0
         for piece in self._pieces(where, start + view.nbytes, congruent=congruent):
