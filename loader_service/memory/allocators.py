@@ -141,7 +141,7 @@ def collapse(address: int, nbytes: int) -> bool:
     return start < stop and _libc().madvise(start, stop - start, _MADV_COLLAPSE) == 0
 
 
-def _map(length: int, wanted_bytes: int, descriptor: int = -1) -> int:
+def _map(length: int, wanted_bytes: int, descriptor: int | None = None) -> int:
     """The address of `length` new bytes, or of those of a memory file; from 2 MiB on a multiple of 2 MiB."""
     libc = _libc()
     huge = length >= HUGE_PAGE_BYTES
@@ -151,7 +151,7 @@ def _map(length: int, wanted_bytes: int, descriptor: int = -1) -> int:
     found: int | None = libc.mmap(None, length + slack, access, flags, -1, 0)
     if found is None or found == _MAP_FAILED:
         raise _refused(wanted_bytes, ctypes.get_errno())
-    if descriptor >= 0:
+    if descriptor is not None:
         address = _round_up(found, HUGE_PAGE_BYTES) if huge else found
         if libc.mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
             code = ctypes.get_errno()

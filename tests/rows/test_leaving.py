@@ -88,6 +88,25 @@ def test_the_error_comes_only_when_no_other_chunk_is_being_written(table: Table,
     assert len(one.fake.reads) == 1
 
 
+def test_no_chunk_is_queued_any_more_once_one_has_failed(
+    table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = workshop(threads=1, chunk_bytes=100)
+    one.fake.fail("*", errno.EACCES)
+    submit, calls = one.pool.submit, []
+
+    def submit_when_idle(*args: object, **options: object) -> object:
+        until(lambda: not one.pool._queue and one.pool._idle == len(one.pool._workers))
+        calls.append(options["label"])
+        return submit(*args, **options)  # type: ignore[arg-type, call-overload]
+
+    monkeypatch.setattr(one.pool, "submit", submit_when_idle)
+    with pytest.raises(ReadError):
+        table.over(one.reader).read_rows_into(empty_rows(table, 100), 0)
+    assert len(calls) == 2
+    assert len(one.fake.reads) == 0
+
+
 def test_the_first_error_is_told_and_a_later_one_is_not(table: Table, workshop: Make) -> None:
     one = workshop(threads=2, chunk_bytes=100)
     gate = one.fake.block("*", within=(123, 124))

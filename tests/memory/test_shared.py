@@ -1,0 +1,311 @@
+"""Memory that processes share: without a name, of a size that stays, and never more than there is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loader_service.errors import MemoryLimitError
+from loader_service.memory import shared
+from loader_service.memory.admission import Room
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, collapse, map_shared
+from loader_service.memory.shared import SharedMemory
+from tests.rows.making import until
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(3 * MIB)
+    yield made
+    made.close()
+
+
+def resident(memory: SharedMemory) -> int:
+    return os.fstat(memory.descriptor).st_blocks * 512
+
+
+def test_two_mappings_are_the_same_memory_which_begins_as_zeros(memory: SharedMemory) -> None:
+    one, other = memory.map(), memory.map()
+    assert one.address != other.address
+    assert not np.frombuffer(one.memoryview, np.uint8).any()
+    one.memoryview[5:10] = b"abcde"
+    assert bytes(other.memoryview[4:11]) == b"\0abcde\0"
+    assert (one.nbytes, other.tensor.numel()) == (3 * MIB, 3 * MIB)
+
+
+def test_a_mapping_outlives_the_descriptor_and_a_closed_one_maps_nothing(memory: SharedMemory) -> None:
+    buffer = memory.map()
+    memory.close()
+    memory.close()
+    buffer.memoryview[:] = b"x" * (3 * MIB)
+    assert bytes(buffer.memoryview[-3:]) == b"xxx"
+    with pytest.raises(MemoryLimitError):
+        memory.map()
+
+
+def test_it_has_no_name_anywhere() -> None:
+    before = set(os.listdir("/dev/shm"))
+    memory = SharedMemory.create(MIB)
+    memory.reserve(0, MIB)
+    assert set(os.listdir("/dev/shm")) == before
+    assert os.readlink(f"/proc/self/fd/{memory.descriptor}").startswith("/memfd:loader-service")
+    memory.close()
+
+
+def test_nobody_can_change_its_size(memory: SharedMemory) -> None:
+    for size in (0, MIB, 4 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.descriptor, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    assert os.fstat(memory.descriptor).st_size == 3 * MIB
+
+
+def test_programs_do_not_inherit_it(memory: SharedMemory) -> None:
+    assert not os.get_inheritable(memory.descriptor)
+
+
+def test_memory_of_no_bytes(memory: SharedMemory) -> None:
+    empty = SharedMemory.create(0)
+    empty.reserve(0, 0)
+    assert empty.map().nbytes == 0
+    empty.close()
+
+
+# -- reserving
+
+
+def test_what_is_reserved_is_there_and_only_that(memory: SharedMemory) -> None:
+    assert resident(memory) == 0
+    memory.reserve(MIB, 2 * MIB)
+    assert MIB <= resident(memory) <= MIB + 8192
+    memory.reserve(MIB, 2 * MIB)
+    assert resident(memory) <= MIB + 8192
+    memory.reserve(5, 5)
+    buffer = memory.map()
+    assert not any(buffer.memoryview[MIB : 2 * MIB])
+
+
+def test_reserving_leaves_what_others_have_written(memory: SharedMemory) -> None:
+    buffer = memory.map()
+    buffer.memoryview[MIB - 5 : MIB + 5] = b"0123456789"
+    memory.reserve(0, 3 * MIB)
+    assert bytes(buffer.memoryview[MIB - 5 : MIB + 5]) == b"0123456789"
+
+
+def rooms(monkeypatch: pytest.MonkeyPatch, *free: int) -> list[int]:
+    """What is free at each look, the last for ever; returns the looks."""
+    left, looks = list(free), []
+
+    def look() -> tuple[Room, ...]:
+        now = left.pop(0) if len(left) > 1 else left[0]
+        looks.append(now)
+        return (Room("", 1 << 40, 1 << 40), Room("/c", 1 << 30, now))
+
+    monkeypatch.setattr(shared, "memory_rooms", look)
+    return looks
+
+
+def test_less_memory_than_is_wanted_is_an_error_with_both_figures_before_any_is_taken(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms(monkeypatch, 2 * MIB - 1)
+    with pytest.raises(MemoryLimitError, match=r"2097152 bytes of shared memory cannot be had .*: 2097151 bytes") as got:
+        memory.reserve(0, 2 * MIB)
+    assert got.value.errno == errno.ENOMEM
+    assert "layout per_rank" in str(got.value)
+    assert resident(memory) == 0
+
+
+def test_it_looks_again_on_the_way_and_stops_when_others_have_taken_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", MIB)
+    looks = rooms(monkeypatch, 100 * MIB, 99 * MIB, 5 * MIB)
+    memory = SharedMemory.create(8 * MIB)
+    with pytest.raises(MemoryLimitError, match=f"{6 * MIB} bytes .*: {5 * MIB} bytes"):
+        memory.reserve(0, 8 * MIB)
+    assert len(looks) == 3
+    assert resident(memory) <= 2 * MIB + 8192
+    memory.close()
+
+
+def test_a_system_that_tells_of_no_memory_is_not_refused(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "memory_rooms", lambda: ())
+    memory.reserve(0, MIB)
+    assert resident(memory) >= MIB
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
+def test_the_systems_own_refusal_is_told_with_both_figures(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(descriptor: int, start: int, nbytes: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    rooms(monkeypatch, 77 * MIB)
+    monkeypatch.setattr("loader_service.memory.shared.os.posix_fallocate", refuse)
+    with pytest.raises(MemoryLimitError, match=rf"{MIB} bytes .*{os.strerror(code)}\): {77 * MIB} bytes") as caught:
+        memory.reserve(0, MIB)
+    assert caught.value.errno == code
+
+
+def test_more_than_the_machine_has_is_refused_for_real() -> None:
+    memory = SharedMemory.create(1 << 50)
+    with pytest.raises(MemoryLimitError, match=r"1125899906842624 bytes of shared memory cannot be had .*: \d+ bytes"):
+        memory.reserve(0, 1 << 50)
+    assert resident(memory) == 0
+    memory.close()
+
+
+def test_an_address_space_that_is_full_is_an_error_and_leaves_nothing_mapped() -> None:
+    memory = SharedMemory.create(1 << 60)
+    with pytest.raises(MemoryLimitError):
+        memory.map()
+    memory.close()
+
+
+@pytest.mark.usefixtures("no_leaked_descriptors")
+@pytest.mark.parametrize("step", ["truncate", "fcntl"])
+def test_a_failure_while_it_is_made_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "none")
+
+    name = "os.truncate" if step == "truncate" else "fcntl.fcntl"
+    monkeypatch.setattr(f"loader_service.memory.shared.{name}", refuse)
+    with pytest.raises(MemoryLimitError, match="1048576 bytes of shared memory"):
+        SharedMemory.create(MIB)
+
+
+def test_elsewhere_than_on_linux_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loader_service.memory.shared.sys.platform", "darwin")
+    with pytest.raises(MemoryLimitError, match="needs Linux: use layout per_rank"):
+        SharedMemory.create(MIB)
+
+
+# -- from another process
+
+
+@pytest.mark.usefixtures("no_leaked_descriptors")
+@pytest.mark.parametrize("what", ["too small", "not sealed", "a file", "a pipe"])
+def test_a_descriptor_that_is_not_what_was_announced_is_refused_and_closed(what: str) -> None:
+    if what == "too small":
+        descriptor = SharedMemory.create(MIB - 1).descriptor
+    elif what == "not sealed":
+        descriptor = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.truncate(descriptor, MIB)
+    elif what == "a file":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(MIB)
+            descriptor = os.dup(file.fileno())
+    else:
+        descriptor, other = os.pipe()
+        os.close(other)
+    with pytest.raises(MemoryLimitError, match="1048576 bytes was announced"):
+        SharedMemory.received(descriptor, MIB)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+_RANK = """
+import sys
+from loader_service.memory.shared import SharedMemory
+descriptor, nbytes, start, stop, fill = map(int, sys.argv[1:])
+memory = SharedMemory.received(descriptor, nbytes)
+memory.reserve(start, stop)
+buffer = memory.map()
+memory.close()
+buffer.memoryview[start:stop] = bytes([fill]) * (stop - start)
+print("done", flush=True)
+if fill == 9:
+    sys.stdin.read()
+"""
+
+
+def start(memory: SharedMemory, nbytes: int, first: int, last: int, fill: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _RANK, *map(str, (memory.descriptor, nbytes, first, last, fill))],
+        pass_fds=(memory.descriptor,),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_reserve_and_fill_their_parts_at_the_same_time() -> None:
+    nbytes, edges = 24 * MIB + 777, [0, 5 * MIB + 13, 6 * MIB, 20 * MIB + 1, 24 * MIB + 777]
+    memory = SharedMemory.create(nbytes)
+    ranks = [start(memory, nbytes, edges[r], edges[r + 1], r + 1) for r in range(4)]
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=60)
+        assert (rank.returncode, out) == (0, "done\n")
+    held = np.frombuffer(memory.map().memoryview, np.uint8)
+    for r in range(4):
+        assert (held[edges[r] : edges[r + 1]] == r + 1).all()
+    assert resident(memory) <= nbytes + 8192
+    memory.close()
+
+
+def shmem_bytes() -> int:
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_a_killed_process_leaves_nothing() -> None:
+    nbytes = 256 * MIB
+    memory = SharedMemory.create(nbytes)
+    rank = start(memory, nbytes, 0, nbytes, 9)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "done\n"
+    memory.close()
+    full = shmem_bytes()
+    rank.send_signal(signal.SIGKILL)
+    rank.communicate(timeout=60)
+    until(lambda: shmem_bytes() < full - nbytes * 3 // 4)
+
+
+# -- mappings
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, HUGE_PAGE_BYTES, 5 * MIB + 3])
+def test_mappings_are_aligned_for_huge_pages_from_their_size_on(nbytes: int) -> None:
+    memory = SharedMemory.create(nbytes)
+    buffer = memory.map()
+    assert buffer.address % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 4096) == 0
+    buffer.memoryview[nbytes - 1] = 7
+    assert os.pread(memory.descriptor, 1, nbytes - 1) == b"\7"
+    memory.close()
+
+
+def test_mapping_what_is_no_memory_is_an_error() -> None:
+    reading, writing = os.pipe()
+    for descriptor in (-1, reading):
+        with pytest.raises(MemoryLimitError):
+            map_shared(descriptor, 4 * MIB)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_huge_pages_of_memory_that_is_there_may_be_had_and_change_nothing_else() -> None:
+    memory = SharedMemory.create(8 * MIB)
+    memory.reserve(0, 8 * MIB)
+    buffer, other = memory.map(), memory.map()
+    content = np.random.default_rng(1).bytes(8 * MIB)
+    buffer.memoryview[:] = content
+    assert collapse(buffer.address, buffer.nbytes) in (True, False)  # it is for the kernel to say
+    assert buffer.memoryview == content
+    assert other.memoryview == content
+    assert collapse(buffer.address + 1, HUGE_PAGE_BYTES) is False, "no whole huge page lies in there"
+    memory.close()
