@@ -11,6 +11,7 @@ SHORT_FORMS = (
     ("benchmarks.catalog", ("--rounds", "5")),
     ("benchmarks.small", ("--rounds", "3", "--tensors", "20000")),
     ("benchmarks.stream", ("--rounds", "3", "--gib", "1")),
+    ("benchmarks.host_tables", ("--rounds", "3", "--ranks", "4")),
     ("benchmarks.agreement", ("--short",)),
 )
 

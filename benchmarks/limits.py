@@ -42,15 +42,21 @@ def read_buffered(files: Sequence[Path]) -> int:
     return _read(files, 0, os.cpu_count() or 1)
 
 
-def _read(files: Sequence[Path], flags: int, threads: int) -> int:
+def read_part(path: Path, start: int, stop: int, *, direct: bool, threads: int) -> int:
+    """The bytes [start, stop) of one file, for rings of several processes. Returns the bytes read, whole blocks."""
+    start -= start % BLOCK_BYTES
+    return _read([path], os.O_DIRECT if direct else 0, threads, within=(start, stop))
+
+
+def _read(files: Sequence[Path], flags: int, threads: int, within: tuple[int, int] | None = None) -> int:
     opened = [os.open(path, os.O_RDONLY | flags) for path in files]
     try:
-        sizes = [os.fstat(descriptor).st_size for descriptor in opened]
+        ranges = [within or (0, os.fstat(descriptor).st_size) for descriptor in opened]
         chunks = iter(
             [
-                (descriptor, offset, min(CHUNK_BYTES, size - offset))
-                for descriptor, size in zip(opened, sizes, strict=True)
-                for offset in range(0, size, CHUNK_BYTES)
+                (descriptor, offset, min(CHUNK_BYTES, stop - offset))
+                for descriptor, (start, stop) in zip(opened, ranges, strict=True)
+                for offset in range(start, stop, CHUNK_BYTES)
             ]
         )
         lock = threading.Lock()

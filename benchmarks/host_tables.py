@@ -1,0 +1,263 @@
+"""Loads a table that stays in host memory, one shard a rank or one table a node, against other ways and the disk.
+
+Ranks are processes that share out one table of a safetensors file in equal rows. Sides: the rows copied out of the
+memory-mapped tensor; 8 threads of buffered reads of 64 MiB that drop the page cache behind themselves, as a production
+engine has it; `LoaderService.host_table` in both layouts; and the limits, as many processes that read the same bytes
+into a few recycled huge-page buffers and keep nothing. Before each run the page cache and memory are brought into a
+known state; runs come in another order each round.
+
+    python -m benchmarks.host_tables --rounds 5 --folder /fast/disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks import limits
+from benchmarks.common import (
+    GIB,
+    MIB,
+    SPARE_BYTES,
+    add_common_arguments,
+    cached_share,
+    condition_memory,
+    drop_from_cache,
+    machine,
+    print_table,
+    read_into_cache,
+    working_folder,
+)
+from benchmarks.host_tables_sides import RING_READS_A_PROCESS, ROW_BYTES, Table, Took, make_table, run_side
+from benchmarks.ranks import Team, free_address
+
+WANTED_GIB = 3.0
+LEAST_GIB = 2.0  # a smaller table says little: single calls of the kernel and 32-bit sizes end at 2 GiB
+RANKS = (1, 2, 4)
+RING_BYTES = RING_READS_A_PROCESS * limits.CHUNK_BYTES
+SPARE_DISK_BYTES = 1 * GIB
+
+MAPPED, HUGE, TORCH = "mapped_copy", "buffered_into_huge", "buffered_into_torch"
+OURS, SHARED = "ours_per_rank", "ours_shared"
+DIRECT, THROUGH = "ring_direct", "ring_buffered"
+LABELS = {
+    OURS: "host_table, per_rank",
+    SHARED: "host_table, shared",
+    MAPPED: "(a) memory-mapped copy",
+    HUGE: "(b) 8 threads, preadv",
+    TORCH: "(b) into torch.empty",
+    DIRECT: "(d) limit: O_DIRECT rings",
+    THROUGH: "limit: buffered rings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a side: from the first rank's start to the last one's end, and the processor time of all ranks."""
+
+    seconds: float
+    cpu_s: float
+    slowest_s: float  # of one rank, from its own start
+    cached_before: float | None
+    conditioned_bytes: int
+    how: str
+
+
+@dataclass(slots=True)
+class Series:
+    """All rounds of one side with one number of ranks in one state of the page cache."""
+
+    side: str
+    ranks: int
+    cache: str
+    table_bytes: int
+    runs: list[Run] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> list[float]:
+        """GiB/s of all ranks together, by round."""
+        return [self.table_bytes / GIB / run.seconds for run in self.runs]
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        return statistics.median(run.cpu_s for run in self.runs) / (self.table_bytes / GIB)
+
+    def as_dict(self) -> dict[str, object]:
+        medians = {"gib_per_s": self.speed, "cpu_s_per_gib": self.cpu_s_per_gib}
+        where = {"side": self.side, "label": LABELS[self.side], "ranks": self.ranks, "cache": self.cache}
+        return {**where, "medians": medians, "wrong": self.wrong, "rounds": [asdict(run) for run in self.runs]}
+
+
+# Measuring
+
+
+def measure(series: Series, table: Table, *, check: bool) -> None:
+    """One run, by fresh processes; with `check` every byte is compared with the file's afterwards."""
+    with Team(run_side, series.ranks, series.side, table, check, address=free_address()) as team:
+        team.hear("ready")
+        (drop_from_cache if series.cache == "cold" else read_into_cache)([table.path])
+        # The destination, the page cache's copy, and the rings.
+        conditioned_bytes = condition_memory(2 * table.nbytes + series.ranks * RING_BYTES)
+        cached = cached_share([table.path])
+        if cached is not None and (cached > 0.01 if series.cache == "cold" else cached < 0.99):
+            print(f"{series.cache}, but {cached:.1%} of the file is cached", file=sys.stderr)
+        for rank in range(series.ranks):
+            team.tell(rank, "start")
+        took: list[Took] = team.hear("took")
+        for rank in range(series.ranks):
+            team.tell(rank, "check")
+        wrong: list[str] = team.hear("wrong")
+    series.runs.append(run_of(took, cached, conditioned_bytes))
+    series.wrong += [f"rank {rank}: {text}" for rank, text in enumerate(wrong) if text]
+
+
+def run_of(took: Sequence[Took], cached: float | None, conditioned_bytes: int) -> Run:
+    return Run(
+        seconds=max(each.done_s for each in took) - min(each.began_s for each in took),
+        cpu_s=sum(each.cpu_s for each in took),
+        slowest_s=max(each.done_s - each.began_s for each in took),
+        cached_before=cached,
+        conditioned_bytes=conditioned_bytes,
+        how=took[-1].how,
+    )
+
+
+def make_series(table: Table, ranks: Sequence[int], caches: Sequence[str], sides: Sequence[str]) -> list[Series]:
+    """Direct rings only cold, for they do not use what is cached, and only where the file system takes O_DIRECT."""
+    direct = limits.can_read_direct(table.path)
+    return [
+        Series(side, size, cache, table.nbytes)
+        for cache in caches
+        for size in ranks
+        for side in sides
+        if side != DIRECT or (direct and cache == "cold")
+    ]
+
+
+def run_rounds(all_series: Sequence[Series], table: Table, rounds: int, *, seed: int = 0) -> None:
+    """In another order each round; the first compares the bytes."""
+    order = random.Random(seed)
+    for number in range(rounds):
+        began_s = time.perf_counter()
+        for each in order.sample(all_series, len(all_series)):
+            measure(each, table, check=number == 0)
+        print(f"round {number + 1} of {rounds}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
+
+
+# What it says
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A ratio of medians that has to be reached."""
+
+    text: str
+    ratio: float
+    least: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.least
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.ratio:.2f}, target {self.least:g} ({'met' if self.met else 'MISSED'})"
+
+
+def targets_of(all_series: Sequence[Series]) -> list[Target]:
+    """Those whose sides were measured: cold with 4 ranks, warm with any number."""
+    speed = {(each.cache, each.ranks, each.side): each.speed for each in all_series}
+    found = []
+    for other, least in ((DIRECT, 0.93), (HUGE, 1.2), (MAPPED, 1.8)):
+        mine, its = speed.get(("cold", 4, OURS)), speed.get(("cold", 4, other))
+        if mine is not None and its is not None:
+            found.append(Target(f"cold, 4 ranks, of {LABELS[other]}", mine / its, least))
+    for ranks in sorted({each.ranks for each in all_series}):
+        mine = speed.get(("warm", ranks, OURS))
+        others = [value for other in (MAPPED, HUGE, TORCH) if (value := speed.get(("warm", ranks, other))) is not None]
+        if mine is not None and others:
+            found.append(Target(f"warm, {ranks} ranks, of the better of (a) and (b)", mine / max(others), 1.0))
+    return found
+
+
+def print_results(all_series: Sequence[Series]) -> None:
+    for cache in dict.fromkeys(each.cache for each in all_series):
+        print(f"\n{cache}\n")
+        rows = []
+        for ranks in dict.fromkeys(each.ranks for each in all_series):
+            group = [each for each in all_series if (each.cache, each.ranks) == (cache, ranks)]
+            limit = max((each.speed for each in group if each.side in (DIRECT, THROUGH)), default=None)
+            for each in group:
+                share = "" if limit is None else f"{each.speed / limit:.0%}"
+                spread = f"{each.speed:.2f} ({min(each.speeds):.2f}-{max(each.speeds):.2f})"
+                rows.append([LABELS[each.side], str(ranks), spread, share, f"{each.cpu_s_per_gib:.2f}"])
+        print_table(("", "ranks", "GiB/s", "of limit", "CPU s/GiB"), rows)
+
+
+# Sizes
+
+
+def scaled_bytes(wanted_bytes: int, folder: Path) -> tuple[int, str]:
+    """A table that this machine has room for (destination, copy in the page cache, file), and a note on that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    memory_bytes = (psutil.virtual_memory().available - SPARE_BYTES) * 9 // 10
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    disk_bytes = shutil.disk_usage(folder).free + there - SPARE_DISK_BYTES
+    scaled = max(ROW_BYTES * MIB // 64, min(wanted_bytes, memory_bytes // 2, disk_bytes))
+    if scaled < wanted_bytes:
+        note = f"scaled from {wanted_bytes / GIB:g} GiB: room for {memory_bytes / GIB:.1f} GiB in memory, "
+        note += f"{disk_bytes / GIB:.1f} on the disk"
+    else:
+        note = "as large as wanted"
+    if scaled <= LEAST_GIB * GIB:
+        note += f"; NOT larger than {LEAST_GIB:g} GiB, so that the figures say little"
+    return scaled, note
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_arguments(parser, rounds=5)
+    parser.add_argument("--gib", type=float, default=WANTED_GIB, help=f"the table's size (default {WANTED_GIB:g})")
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks (default 1,2,4)")
+    parser.add_argument("--cache", choices=("cold", "warm"), help="only this state of the page cache (default: both)")
+    parser.add_argument("--sides", default=",".join(LABELS), help=f"which sides (default: all of {','.join(LABELS)})")
+    arguments = parser.parse_args(argv)
+    with working_folder(arguments.folder) as parent:
+        folder = parent / f"loader-bench-tables-{arguments.gib:g}"
+        nbytes, note = scaled_bytes(int(arguments.gib * GIB), folder)
+        table = make_table(folder, nbytes)
+        caches = [arguments.cache] if arguments.cache else ["cold", "warm"]
+        ranks = [int(size) for size in arguments.ranks.split(",")]
+        all_series = make_series(table, ranks, caches, arguments.sides.split(","))
+        run_rounds(all_series, table, arguments.rounds)
+    targets = targets_of(all_series)
+    wrong = [f"{LABELS[each.side]}, {each.ranks} ranks, {text}" for each in all_series for text in each.wrong]
+    if arguments.json:
+        document = {"machine": machine(), "table_bytes": table.nbytes, "offset": table.offset, "size": note}
+        document |= {"rounds": arguments.rounds, "wrong": wrong, "targets": [str(target) for target in targets]}
+        print(json.dumps(document | {"series": [each.as_dict() for each in all_series]}, indent=2))
+    else:
+        print(f"a table of {table.nbytes / GIB:.2f} GiB ({note}) from byte {table.offset} of its file on, ", end="")
+        print(f"{arguments.rounds} rounds; {machine()}")
+        print_results(all_series)
+        print("\nbytes: " + ("the file's, on every side" if not wrong else f"WRONG: {'; '.join(wrong)}"))
+        print("\n".join(map(str, targets)))
+    return 1 if wrong or not all(target.met for target in targets) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
