@@ -171,13 +171,14 @@ class NodeGroup:
             if not _ready((connection,), time.monotonic() + _LOOK_EVERY_S):
                 continue
             try:
-                # Without the flag every program that this process starts would inherit the memory.
-                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
             except OSError as error:
                 raise self._host_is_gone() from error
             if not data:
                 raise self._host_is_gone()
             if descriptors:
+                # It came inheritable (`recv_fds` drops the flag against that): programs started here would keep it.
+                os.set_inheritable(descriptors[0], False)
                 return descriptors[0]
         return None
 

@@ -120,7 +120,8 @@ def refuse_what_has_no_rows(
             continue
         for term in groups[column[position]].splits:
             if term.dim != 0 or (term.division is not None and len(term.division.proportions) > 1):
-                text = f"is cut by {term.where} along dimension {term.dim}, or in sections; tables are cut by rows only"
+                how = f"along dimension {term.dim}" if term.dim else "in sections"
+                text = f"{term.where} cuts it {how}, but tables are cut by contiguous rows: narrow a `match`"
                 _refuse(catalog, tensor, table.where, text)
 
 

@@ -57,11 +57,35 @@ def test_a_right_rule_is_accepted(rule: dict[str, object]) -> None:
     accepted(with_rules(rule, mesh={"pp": 2, "tp": 4}))
 
 
+def resident(split: dict[str, object] | None = None, **keys: object) -> dict[str, object]:
+    rule: dict[str, object] = {"match": "*", "host_resident": {"layout": "per_rank", **keys}}
+    return rule if split is None else {**rule, "split": split}
+
+
+@pytest.mark.parametrize("layout", ["per_rank", "shared"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"split": {"axis": "tp", "dim": 0}},
+        {"split": {"axis": "tp", "dim": 0, "align": 16}},
+        {"split": {"axis": "tp", "dim": 0, "boundaries": [0, 4, 9, 16, 37]}},
+        {"assign": {"axis": "pp", "to": [0]}, "split": {"axis": "tp", "dim": 0}},
+    ],
+    ids=["whole", "equal", "align", "boundaries", "assigned"],
+)
+def test_a_host_resident_rule_goes_with_what_cuts_rows(layout: str, more: dict[str, object]) -> None:
+    rule = {"match": "*.engram.*", "host_resident": {"layout": layout}, **more}
+    found = accepted(with_rules(rule, mesh={"pp": 2, "tp": 4})).loads["target"].rules[0]
+    assert found.host_resident is not None
+    assert found.host_resident.layout == layout
+
+
 @pytest.mark.parametrize(
     ("rule", "where", "hint"),
     [
         ({}, "match", "is missing; add it: Glob"),
-        ({"match": "*"}, "", "decides nothing; add `assign` or `split`"),
+        ({"match": "*"}, "", "decides nothing; add `assign`, `split` or `host_resident`"),
         ({"match": "", "split": {"axis": "tp", "dim": 0}}, "match", "is empty text"),
         ({"match": ["*"], "split": {"axis": "tp", "dim": 0}}, "match", "must be text, found a list"),
         ({"match": "*", "split": "tp"}, "split", "must be a mapping with keys of axis, dim, "),
@@ -139,12 +163,14 @@ def test_a_right_rule_is_accepted(rule: dict[str, object]) -> None:
             "split.axis",
             "the rule for 'a.*' both assigns and splits over axis 'tp'",
         ),
-        (
-            {"match": "*", "host_resident": {"layout": "per_rank"}, "split": {"axis": "tp", "dim": 0}},
-            "host_resident",
-            "this version does not have host-resident tables",
-        ),
-        ({"match": "*", "host_resident": {"layout": "shared"}}, "host_resident", "this version does not have"),
+        ({"match": "*", "host_resident": {}}, "host_resident.layout", "is missing; add it: per_rank: each rank holds"),
+        ({"match": "*", "host_resident": "shared"}, "host_resident", "must be a mapping with keys of layout"),
+        (resident(layout="sharde"), "host_resident.layout", "did you mean 'shared'?"),
+        (resident(layout=True), "host_resident.layout", "found true"),
+        (resident(layout=["shared"]), "host_resident.layout", "must be one of per_rank, shared"),
+        (resident(layout="shared", pin=True), "host_resident.pin", "belongs under `staging`"),
+        (resident(split={"axis": "tp", "dim": 1}), "split", "cut by contiguous rows: write dim: 0 and no sections"),
+        (resident(split={"axis": "tp", "dim": 0, "sections": [1, 1]}), "split", "write dim: 0 and no sections"),
         (
             split(axis="tpp"),
             "split.axis",

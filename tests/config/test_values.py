@@ -56,6 +56,10 @@ def test_defaults_are_those_of_the_contract() -> None:
         ("reads", "threads", 1024, 1024),
         ("reads", "threads", "auto", "auto"),
         ("reads", "threads_per_node", 4, 4),
+        ("reads", "drop_page_cache", "always", "always"),
+        ("memory", "reserve_bytes", 0, 0),
+        ("memory", "reserve_bytes", "2GiB", 2 << 30),
+        ("memory", "reserve_bytes", "auto", "auto"),
         ("reads", "chunk_bytes", "64B", 64),
         ("reads", "chunk_bytes", "64MB", 64_000_000),
         ("reads", "coalesce_gap_bytes", 0, 0),
@@ -72,7 +76,6 @@ def test_defaults_are_those_of_the_contract() -> None:
         ("agreement", "grace_s", 31_536_000, 31_536_000.0),
         ("cache", "capacity_bytes", 0, 0),
         ("cache", "capacity_bytes", "0B", 0),
-        ("memory", "reserve_bytes", "auto", "auto"),
     ],
 )
 def test_a_right_value_arrives_as_it_is_meant(section: str, key: str, value: object, expected: object) -> None:
@@ -102,10 +105,10 @@ NOT_WHOLE = ["6", True, False, 1.0, 1.5, [], {}, "", 2**63, 10**30]
         *(("agreement", "grace_s", value) for value in [0, "10"]),
         *(("reads", "access", value) for value in ["AUTO", "mmap", "", True, 1, ["auto"]]),
         *(("reads", "sharing", value) for value in ["nothing", False]),
-        *(("reads", "drop_page_cache", value) for value in [True, "yes"]),
+        *(("reads", "drop_page_cache", value) for value in [True, "yes", "everything"]),
         *(("staging", "pin", value) for value in [True, "always"]),
         *(("cache", "capacity_bytes", value) for value in [True, "off", -1, 0.0]),
-        *(("memory", "reserve_bytes", value) for value in ["10%", "none", True]),
+        *(("memory", "reserve_bytes", value) for value in ["10%", "none", True, -1, 0.5, None, "-1GiB"]),
     ],
 )
 def test_a_wrong_value_is_refused_at_its_key(section: str, key: str, value: object) -> None:
@@ -119,11 +122,8 @@ def test_a_wrong_value_is_refused_at_its_key(section: str, key: str, value: obje
         ("reads", "access", "direct"),
         ("reads", "sharing", "page_cache"),
         ("reads", "sharing", "staging"),
-        ("reads", "drop_page_cache", "always"),
         ("cache", "capacity_bytes", 1),
         ("cache", "capacity_bytes", "8GiB"),
-        ("memory", "reserve_bytes", 0),
-        ("memory", "reserve_bytes", "2GiB"),
     ],
 )
 def test_what_this_version_does_not_have_is_refused_and_not_ignored(section: str, key: str, value: object) -> None:

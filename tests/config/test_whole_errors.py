@@ -30,7 +30,7 @@ loads:
           pad_to: 3
       - {match: "a", assign: {axis: tp, to: [4]}}
       - match: "b"
-        host_resident: {layout: shared}
+        host_resident: {layout: sharde}
   draft:
     key_prefixes: []
     checkpoint:
@@ -56,7 +56,7 @@ def test_all_problems_of_a_file_are_reported_in_its_order(tmp_path: Path) -> Non
         ("14", "loads.target.rules[1].split.axis"),
         ("17", "loads.target.rules[1].split.pad_to"),
         ("18", "loads.target.rules[2].assign.to[0]"),
-        ("20", "loads.target.rules[3].host_resident"),
+        ("20", "loads.target.rules[3].host_resident.layout"),
         ("22", "loads.draft.key_prefixes"),
         ("23", "loads.draft.checkpoint"),
         ("24", "loads.third.skipp"),

@@ -66,7 +66,13 @@ def test_a_machine_without_cgroups_is_one_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "MemTotal: 5 kB\n", "MemTotal: many kB\nMemAvailable: few kB\n", "MemTotal:\nMemAvailable:\n", "\0\xff\n::::\n"],
+    [
+        "",
+        "MemTotal: 5 kB\n",
+        "MemTotal: many kB\nMemAvailable: few kB\n",
+        "MemTotal:\nMemAvailable:\n",
+        "\0\xff\n::::\n",
+    ],
     ids=["empty", "no MemAvailable", "words", "no values", "garbage"],
 )
 def test_a_machine_that_does_not_tell_is_no_room(tmp_path: Path, text: str) -> None:
@@ -227,7 +233,9 @@ def test_mount_points_with_spaces_are_found(tmp_path: Path) -> None:
     "files",
     [
         pytest.param({"proc/self/cgroup": "nonsense\n\n::\n:::::\n4:memory\n"}, id="cgroup"),
-        pytest.param({"proc/self/mountinfo": "30 23\n - \n- cgroup2 x\n30 23 0:26 / - cgroup2 cgroup\n"}, id="mountinfo"),
+        pytest.param(
+            {"proc/self/mountinfo": "30 23\n - \n- cgroup2 x\n30 23 0:26 / - cgroup2 cgroup\n"}, id="mountinfo"
+        ),
         pytest.param({"sys/fs/cgroup/a/memory.max": "many\n"}, id="a limit in words"),
         pytest.param({"sys/fs/cgroup/a/memory.max": "²\n"}, id="a digit that is no number"),
         pytest.param({"sys/fs/cgroup/a/memory.max": "9" * 5000}, id="a number without end"),

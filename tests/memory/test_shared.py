@@ -122,7 +122,9 @@ def test_less_memory_than_is_wanted_is_an_error_with_both_figures_before_any_is_
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rooms(monkeypatch, 2 * MIB - 1)
-    with pytest.raises(MemoryLimitError, match=r"2097152 bytes of shared memory cannot be had .*: 2097151 bytes") as got:
+    with pytest.raises(
+        MemoryLimitError, match=r"2097152 bytes of shared memory cannot be had .*: 2097151 bytes"
+    ) as got:
         memory.reserve(0, 2 * MIB)
     assert got.value.errno == errno.ENOMEM
     assert "layout per_rank" in str(got.value)
@@ -140,9 +142,16 @@ def test_it_looks_again_on_the_way_and_stops_when_others_have_taken_the_rest(mon
     memory.close()
 
 
-def test_a_system_that_tells_of_no_memory_is_not_refused(
-    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_stops_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", MIB)
+    memory = SharedMemory.create(8 * MIB)
+    looks = iter([False, False, True])
+    memory.reserve(0, 8 * MIB, lambda: next(looks))
+    assert 2 * MIB <= memory.reserved_bytes <= 2 * MIB + 8192
+    memory.close()
+
+
+def test_a_system_that_tells_of_no_memory_is_not_refused(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "memory_rooms", lambda: ())
     memory.reserve(0, MIB)
     assert resident(memory) >= MIB

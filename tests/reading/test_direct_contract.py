@@ -1,4 +1,4 @@
-"""What every storage promises of reads past the page cache: the real one, and the fake over it with its own alignment."""
+"""What every storage promises of reads past the page cache: the real one, and the fake over it with its alignment."""
 
 from __future__ import annotations
 

@@ -67,8 +67,10 @@ def make_table(
 def empty_rows(table: Table, rows: int) -> torch.Tensor:
     """A destination full of a byte that tells whether it was written."""
     filled = torch.full((rows * table.row_bytes,), SENTINEL, dtype=torch.uint8)
-    return filled.view(table.dtype).view(rows, *table.shape[1:]) if rows * table.row_bytes else torch.empty(
-        (rows, *table.shape[1:]), dtype=table.dtype
+    return (
+        filled.view(table.dtype).view(rows, *table.shape[1:])
+        if rows * table.row_bytes
+        else torch.empty((rows, *table.shape[1:]), dtype=table.dtype)
     )
 
 

@@ -98,7 +98,7 @@ def test_no_chunk_is_queued_any_more_once_one_has_failed(
     def submit_when_idle(*args: object, **options: object) -> object:
         until(lambda: not one.pool._queue and one.pool._idle == len(one.pool._workers))
         calls.append(options["label"])
-        return submit(*args, **options)  # type: ignore[arg-type, call-overload]
+        return submit(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(one.pool, "submit", submit_when_idle)
     with pytest.raises(ReadError):
@@ -280,7 +280,7 @@ def test_what_goes_wrong_with_queueing_is_told_once_nothing_is_written_any_more(
         if next(calls) == 3:
             assert gate.reached.wait(PATIENCE_S)
             raise StateError("stopped")
-        return submit(*args, **options)  # type: ignore[arg-type, call-overload]
+        return submit(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(one.pool, "submit", fail_later)
     reader = Reader(table.over(one.reader), empty_rows(table, 100))
@@ -350,7 +350,9 @@ def test_a_read_that_does_not_return_is_given_up_and_its_thread_replaced(
     one = workshop(threads=1, chunk_bytes=100, stuck_after_s=0.05)
     gate = one.fake.block("*", nth=2)
     source, dst = table.over(one.reader), empty_rows(table, 100)
-    with pytest.raises(ReadError, match=r"bytes \[323, 423\) of tensor 'table' has not returned for .*storage") as caught:
+    with pytest.raises(
+        ReadError, match=r"bytes \[323, 423\) of tensor 'table' has not returned for .*storage"
+    ) as caught:
         source.read_rows_into(dst, 0)
     assert (caught.value.path, caught.value.tensor) == (table.path, "table")
     assert len(one.fake.reads) == 2

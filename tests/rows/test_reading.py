@@ -132,12 +132,8 @@ def test_several_threads_and_loops_share_one_reader_and_its_threads(
 
     async def several() -> None:
         held_rows = [empty_rows(table, 50) for table in tables]
-        await asyncio.gather(
-            *(source.aread_rows_into(dst, 25) for source, dst in zip(sources, held_rows, strict=True))
-        )
-        outcomes.extend(
-            bytes_of(dst) == table.rows(25, 75) for table, dst in zip(tables, held_rows, strict=True)
-        )
+        await asyncio.gather(*(source.aread_rows_into(dst, 25) for source, dst in zip(sources, held_rows, strict=True)))
+        outcomes.extend(bytes_of(dst) == table.rows(25, 75) for table, dst in zip(tables, held_rows, strict=True))
 
     threads = [threading.Thread(target=blocking, args=(number,), daemon=True) for number in range(3)]
     threads += [threading.Thread(target=lambda: asyncio.run(several()), daemon=True) for _ in range(2)]
