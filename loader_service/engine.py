@@ -19,6 +19,7 @@ from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError
+from loader_service.memory.admission import memory_rooms
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
 from loader_service.planning.mesh import Mesh
@@ -35,6 +36,7 @@ from loader_service.scheduler import Resources
 log = logging.getLogger("loader_service.engine")
 
 T = TypeVar("T")
+RowReaderT = TypeVar("RowReaderT", bound=RowReader)
 
 AUTO_THREADS = 4  # about four reads in flight a process reach what one disk gives; more only adds contention
 HEADER_THREADS = 8  # headers are small and latency-bound
@@ -79,6 +81,9 @@ class Engine:
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
         self.open_load: OpenLoad | None = None
+        self.memory_rooms = memory_rooms  # how much memory is free; tests say it themselves
+        self.table_turn = asyncio.Lock()  # one host table at a time, in the order of the calls
+        self.table_tasks: set[asyncio.Task[object]] = set()
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 
     @property
@@ -104,8 +109,13 @@ class Engine:
             Mesh.with_coords(self.config.mesh, [self.coords])  # raises for a place that the mesh does not have
 
     async def close(self, error: BaseException | None) -> None:
-        """Leaves a load that is still open, then ends everything that the service owns, also when cancelled."""
+        """Leaves what is still open (a table that is being filled, a load), then ends everything that the service owns,
+        also when cancelled."""
         try:
+            if tables := tuple(self.table_tasks):
+                for task in tables:
+                    task.cancel("the service was closed")
+                await asyncio.wait(tables)
             if self.open_load is not None:
                 await self.open_load.leave(error)
         finally:
@@ -131,16 +141,24 @@ class Engine:
         closing.stop()
 
     async def in_thread(
-        self, work: Callable[[], T], *, what: str, on_progress: Callable[[str], None] | None = None
+        self,
+        work: Callable[[], T],
+        *,
+        what: str,
+        on_progress: Callable[[str], None] | None = None,
+        progress: Callable[[], str] | None = None,
     ) -> T:
         """Runs blocking work beside the loop; fails if a read behind it, or the work itself (`what`), does not return.
 
-        `on_progress` is called again and again meanwhile, with how many files were opened so far.
+        `progress` says how far the work has come: how many files were opened, unless given. While that changes it is
+        not stuck; `on_progress` is told it again and again.
         """
         future = self._workers.submit(work)
         waiting = asyncio.wrap_future(future)
         limit_s = self.config.reads.stuck_after_s
-        opens, moved_s = self.handles.opens, time.monotonic()
+        if progress is None:
+            progress = self._files_opened
+        came_to, moved_s = progress(), time.monotonic()
         while True:
             done, _ = await asyncio.wait((waiting,), timeout=min(1.0, limit_s / 4))
             if done:
@@ -148,12 +166,13 @@ class Engine:
                 if error is not None and not isinstance(error, Exception):  # SystemExit, whoever raised it there
                     raise ReadError(f"{type(error).__name__} in {what}: {error}") from error
                 return waiting.result()
+            now_at = progress()
             if on_progress is not None:
-                on_progress(f"{self.handles.opens} files opened to read headers")
+                on_progress(now_at)
             reads = self.threads.in_flight()
             stuck = next((read for read in reads if read.age_s > limit_s), None)
-            if reads or opens != self.handles.opens:
-                opens, moved_s = self.handles.opens, time.monotonic()
+            if reads or came_to != now_at:
+                came_to, moved_s = now_at, time.monotonic()
             if stuck is None and time.monotonic() - moved_s <= limit_s:
                 continue
             if stuck is not None:
@@ -165,6 +184,13 @@ class Engine:
                 f"{what} has not returned for {limit_s:g} s (reads.stuck_after_s): check the storage",
                 path=stuck.path if stuck is not None else None,
             )
+
+    def _files_opened(self) -> str:
+        return f"{self.handles.opens} files opened to read headers"
+
+    async def after_the_rest(self, work: Callable[[], None], *, within_s: float) -> None:
+        """Blocking work for which whatever `in_thread` still does must have ended; given up after `within_s`."""
+        await asyncio.wait([asyncio.wrap_future(self._workers.submit(work))], timeout=within_s)
 
     async def catalog(
         self, load: str, *, fresh: bool = False, on_progress: Callable[[str], None] | None = None
@@ -226,14 +252,14 @@ class Engine:
             self._plans[load, mesh] = plan
         return plan
 
-    def row_reader(self, *, may_drop: bool) -> RowReader:
+    def row_reader(self, kind: type[RowReaderT], *, may_drop: bool) -> RowReaderT:
         """A reader for host-resident tables, over the service's files and threads. `may_drop`: no other rank wants the
         same bytes, so that the page cache need not keep what is read."""
         reads = self.config.reads
         drops: dict[str, Drop] = {"auto": "what it brought in", "always": "everything", "never": "nothing"}
         drop: Drop = drops[reads.drop_page_cache] if may_drop else "nothing"
         ranges = RangeReader(self.handles, access=reads.access, retries=reads.retries, drop=drop)
-        return RowReader(ranges, self.threads, chunk_bytes=reads.chunk_bytes, stuck_after_s=reads.stuck_after_s)
+        return kind(ranges, self.threads, chunk_bytes=reads.chunk_bytes, stuck_after_s=reads.stuck_after_s)
 
     def size_threads(self, ranks_by_node: Mapping[str, int]) -> PolicyOutcome:
         """Sets the number of reading threads, by what is configured and how many ranks each node has."""

@@ -135,6 +135,8 @@ class LoadRun:
             self._entering.cancel(_FINAL)
         if self._scheduler is not None:
             self._scheduler.fail(error)
+        if self.tables is not None:
+            self.tables.fail(error)
         self.channel.fail(error)
 
     # Reading: one form of consumption
@@ -290,9 +292,9 @@ class LoadRun:
 
     async def _verify_files(self) -> None:
         """The files that were read are still those whose headers were planned with."""
-        if self._scheduler is None or self._plan is None:
+        if self._plan is None:
             return
-        shards = [self._plan.catalog.shards[i] for i in sorted(self._scheduler.shards_read)]
+        shards = [self._plan.catalog.shards[i] for i in self._shards_read()]
 
         def verify() -> None:
             for shard in shards:
@@ -303,6 +305,8 @@ class LoadRun:
 
     def _ended(self) -> None:
         self._left = True
+        if self.tables is not None:
+            self.tables.left()
         self._over.set()
         if self._engine.open_load is self:
             self._engine.open_load = None
@@ -328,11 +332,16 @@ class LoadRun:
             self._phases[phase.value] = time.monotonic() - started
         log.debug("load '%s': %s complete", self.name, phase.value)
 
+    def _shards_read(self) -> list[int]:
+        """The shards of which payload was read, streamed or by rows."""
+        scheduler, tables = self._scheduler, self.tables
+        return sorted({*(scheduler.shards_read if scheduler else ()), *(tables.shards_read if tables else ())})
+
     def report(self) -> LoadReport:
         """What this rank did so far; final once the load was left."""
-        plan, scheduler, tables = self.plan, self._scheduler, self.tables
+        plan, tables = self.plan, self.tables
         shards = plan.catalog.shards
-        read = sorted({*(scheduler.shards_read if scheduler else ()), *(tables.shards_read if tables else ())})
+        read = self._shards_read()
         table_bytes = tables.read_bytes if tables else 0
         peak = self._resources.pool.statistics().peak_bytes if self._resources is not None else 0
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s

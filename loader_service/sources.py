@@ -2,41 +2,102 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError
 from loader_service.memory.tensors import torch_dtype
 from loader_service.planning.plan import LoadPlan, RankPlan
-from loader_service.reading.ranges import FileRange
+from loader_service.planning.tables import TablePart
+from loader_service.reading.ranges import FileRange, RangeReader
+from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
-from loader_service.rows import RowReader, RowSource, SharedRowSource
+from loader_service.rows import Reading, RowReader, RowSource, SharedRowSource
+
+
+def held_alone(plan: LoadPlan, part: TablePart, rank: int) -> bool:
+    """Whether no other rank holds any of these rows, so that nobody else needs what the page cache has of them."""
+    start, stop = part.rows
+    for other in range(plan.world_size):
+        theirs = plan.table(part.name, other) if other != rank else None
+        if theirs is not None and max(start, theirs.rows[0]) < min(stop, theirs.rows[1]):
+            return False
+    return True
+
+
+class LoadRowReader(RowReader):
+    """The reader of an open load's tables: reads end early when another rank has failed, as all others do."""
+
+    def __init__(self, ranges: RangeReader, threads: ReadPool, *, chunk_bytes: int, stuck_after_s: float) -> None:
+        super().__init__(ranges, threads, chunk_bytes=chunk_bytes, stuck_after_s=stuck_after_s)
+        self._lock = threading.Lock()
+        self._readings: weakref.WeakSet[Reading] = weakref.WeakSet()
+        self._failure: BaseException | None = None
+
+    def begin(self, where: FileRange, view: memoryview) -> Reading:
+        reading = super().begin(where, view)
+        with self._lock:
+            self._readings.add(reading)
+            failure = self._failure
+        if failure is not None:
+            reading.fail(failure)
+        return reading
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all reads, also those begun before the load is left. Who began one waits for what runs of it."""
+        with self._lock:
+            self._failure = error
+            readings = tuple(self._readings)
+        for reading in readings:
+            reading.fail(error)
+
+    def resume(self) -> None:
+        """The load was left: from now on sources are used for themselves."""
+        with self._lock:
+            self._failure = None
+            self._readings.clear()
 
 
 class Tables:
     """This rank's tables of one load. `sources` by name, in plan order; they outlive the load, not the service."""
 
     def __init__(self, engine: Engine, plan: LoadPlan, rank_plan: RankPlan) -> None:
-        self.sources: dict[str, RowSource] = {}
+        sources: dict[str, RowSource] = {}
+        self.sources = MappingProxyType(sources)
         self._places: list[tuple[int, str]] = []
         self._shard_of: dict[str, int] = {}
-        self._readers: dict[str, RowReader] = {}
-        for before, (i, part) in enumerate(sorted(rank_plan.tables.items())):
-            reader = self._readers.get(part.layout)
-            if reader is None:
-                reader = self._readers[part.layout] = engine.row_reader(may_drop=part.layout == "per_rank")
+        parts = sorted(rank_plan.tables.items())
+        may_drop = {"per_rank": all(held_alone(plan, part, rank_plan.rank) for _, part in parts), "shared": False}
+        self._readers = {
+            layout: engine.row_reader(LoadRowReader, may_drop=may_drop[layout])
+            for layout in dict.fromkeys(part.layout for _, part in parts)
+        }
+        for before, (i, part) in enumerate(parts):
             dtype = torch_dtype(part.dtype_code)
             if dtype is None:
                 raise LoaderError(f"torch has no type for '{part.name}' ({part.dtype_code})", tensor=part.name)
             shard = plan.catalog.shards[part.shard_id]
             where = FileRange(shard.path, shard.identity, part.start, part.name)
-            self.sources[part.name] = SharedRowSource(reader, where, part.shape, dtype, part.rows)
+            sources[part.name] = SharedRowSource(self._readers[part.layout], where, part.shape, dtype, part.rows)
             self._places.append((i - before, part.name))
             self._shard_of[shard.path] = part.shard_id
 
     def after(self, streamed: int) -> Iterator[tuple[str, RowSource]]:
         """Those whose turn is right after so many streamed tensors."""
         return ((name, self.sources[name]) for place, name in self._places if place == streamed)
+
+    def fail(self, error: BaseException) -> None:
+        """Another rank has failed: reads of rows stop now, whoever waits for them gets `error`."""
+        for reader in self._readers.values():
+            reader.fail(error)
+
+    def left(self) -> None:
+        """The load is over; its sources live on."""
+        for reader in self._readers.values():
+            reader.resume()
 
     @property
     def read_bytes(self) -> int:

@@ -160,14 +160,16 @@ class _Taking:
                 return popped
             self._unit = None
 
+    def begin_items(self) -> None:
+        """Items are tensors and tables: all of both are to be taken."""
+        self._tables_left = len(self._run.tables.sources) if self._run.tables is not None else 0
+
     def _due_table(self) -> tuple[str, RowSource] | None:
         """A host-resident table whose turn it is; no byte of it is read before the consumer does."""
         if self._run.tables is None:
             return None
         if self._tables is None:
             self._tables = self._run.tables.after(self._streamed)
-            if self._streamed == 0:
-                self._tables_left = len(self._run.tables.sources)
         table = next(self._tables, None)
         if table is not None:
             self._tables_left -= 1
@@ -230,6 +232,14 @@ class _Face:
         Its `record()` is the root cause. None while all is well, and after a success.
         """
         return self._run.failure
+
+    @property
+    def tables(self) -> Mapping[str, RowSource]:
+        """This rank's host-resident tables by name, in plan order: sources to read rows from, also while the load is
+        consumed, and until the service closes. StateError before the load is entered."""
+        self._run.plan  # noqa: B018 - raises
+        assert self._run.tables is not None
+        return self._run.tables.sources
 
     def spec(self, name: str) -> TensorSpec:
         """How this rank's tensor `name` comes from the whole one. KeyError if this rank does not take it."""
@@ -313,6 +323,7 @@ class Load(_Face):
 
     def __aiter__(self) -> AsyncIterator[tuple[str, Weight]]:
         self._begin(self._run.fill_owned)
+        self._taking.begin_items()
         return _AsyncItems(self._run, self._taking.tensor)
 
     def batches(self) -> AsyncIterator[Batch]:
@@ -365,6 +376,7 @@ class BlockingLoad(_Face):
 
     def __iter__(self) -> Iterator[tuple[str, Weight]]:
         self._begin(self._run.fill_owned)
+        self._taking.begin_items()
         return _Items(self._run, self._taking.tensor)
 
     def batches(self) -> Iterator[Batch]:

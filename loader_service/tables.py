@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,12 +20,12 @@ import torch
 
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict, error_of
-from loader_service.agreement.node import Card, Door, NodeGroup, memory_device
+from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
 from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, LoaderError, MemoryLimitError
-from loader_service.memory.admission import Demand, memory_rooms, refusal
+from loader_service.memory.admission import Demand, refusal
 from loader_service.memory.allocators import PAGE_BYTES, HostBuffer, allocate_host
 from loader_service.memory.pinning import PinPolicy
 from loader_service.memory.shared import SharedMemory
@@ -36,6 +37,7 @@ from loader_service.planning.tables import Rows, TablePart, shares
 from loader_service.reading.ranges import FileRange
 from loader_service.report import PolicyOutcome
 from loader_service.rows import Reading, RowReader
+from loader_service.sources import held_alone
 
 log = logging.getLogger("loader_service.tables")
 
@@ -68,6 +70,7 @@ class TableRun:
         self._load = load
         self._name = name
         self._phase = Phase.CONFIG
+        self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
         self._session: Session | None = None
         self._door: Door | None = None
         self._group: NodeGroup | None = None
@@ -77,76 +80,84 @@ class TableRun:
 
     async def run(self) -> HostTable:
         """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
-        task = asyncio.current_task()
+        engine, task = self._engine, asyncio.current_task()
         assert task is not None
-
-        def end(verdict: Verdict) -> None:  # noqa: ARG001
-            self._stopped.set()
-            task.cancel(_FINAL)
-
+        self._task = task
+        engine.table_tasks.add(task)
         try:
-            self._session = session = self._engine.group.session(f"{self._load}: {self._name}", describe=DESCRIBE)
-            session.on_final(end)
-            table = await self._fill(session)
+            # Before its turn has come: sessions are counted, on all ranks alike.
+            self._session = session = engine.group.session(f"{self._load}: {self._name}", describe=DESCRIBE)
+            session.on_final(self._final_arrived)
+            async with engine.table_turn:
+                table = await self._fill(session)
             await session.close()
         except BaseException as error:
+            self._task = None  # this rank's own FAIL brings a verdict, too
             await uninterrupted(self._fail(error))
             final = self._session.final if self._session is not None else None
             if isinstance(error, asyncio.CancelledError) and final is not None and error.args == (_FINAL,):
-                raise error_of(final) from None
+                failure = error_of(final)
+                raise failure from failure.__cause__
             raise
         finally:
-            self._close_node()
+            engine.table_tasks.discard(task)
         return table
+
+    def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
+        self._stopped.set()
+        if self._task is not None:
+            self._task.cancel(_FINAL)
 
     async def _fill(self, session: Session) -> HostTable:
         engine = self._engine
         opening = Opening(engine, self._load, session, [])
-        self._door = await engine.in_thread(
+        door = self._door = await engine.in_thread(
             lambda: Door(engine.group.rank, engine.node, memory_device()), what="opening a socket for this node"
         )
-        verdict = await opening.config(table=self._name, card=self._door.card.as_json())
+        verdict = await opening.config(table=self._name, card=door.card.as_json())
         told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
         self._phase = Phase.CATALOG
         catalog = await opening.catalog()
         self._phase = Phase.PLAN
         plan = await opening.plan(catalog)
-        part = self._part(plan, engine.group.rank)
-        if part.layout == "shared":
-            self._group = await self._meet(self._door, cards)
         pin = PinPolicy(engine.config.staging.pin, engine.pinner)
-        agreed = await opening.agree_on_plan(plan, told=await self._demand(part))
+        part = plan.table(self._name, engine.group.rank)
+        if part is not None and part.layout == "shared":
+            self._group = await self._meet(door, cards)
+        agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._demand(part))
         self._phase = Phase.OPEN
+        if part is None:
+            raise self._no_table()
         hosts = self._check([cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
         engine.size_threads(verdict.counts.get("node", {}))
-        reader = engine.row_reader(may_drop=part.layout == "per_rank")
-        buffer, ranges = await self._allocate(plan, part, hosts)
+        buffer, ranges = await self._allocate(session, plan, part, hosts)
         await session.exchange(Phase.OPEN, PhaseRecord())
+        await self._close_node()
         self._phase = Phase.READ
+        may_drop = part.layout == "per_rank" and held_alone(plan, part, engine.group.rank)
+        reader = engine.row_reader(RowReader, may_drop=may_drop)
         await self._read(session, reader, plan, part, buffer, ranges)
         await session.exchange(Phase.READ, PhaseRecord())
         self._phase = Phase.FINISH
-        pinned = await engine.in_thread(lambda: pin.pin(buffer), what="pinning a table")
+        pinned = await engine.in_thread(lambda: _pin(pin, buffer), what="pinning a table")
+        table = HostTable(_tensor(part, buffer), part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
         await session.exchange(Phase.FINISH, PhaseRecord())
-        tensor = _tensor(part, buffer)
-        return HostTable(tensor, part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
+        return table
 
     # Before anything is read
 
-    def _part(self, plan: LoadPlan, rank: int) -> TablePart:
-        part = plan.table(self._name, rank)
-        if part is None:
-            raise ConfigError(
-                f"loads.{self._load}: '{self._name}' is no host-resident table of this load: give it a rule with "
-                "`host_resident`, or take it as an ordinary tensor",
-                tensor=self._name,
-            )
-        return part
+    def _no_table(self) -> ConfigError:
+        return ConfigError(
+            f"loads.{self._load}: '{self._name}' is no host-resident table of this load: give it a rule with "
+            "`host_resident`, or take it as an ordinary tensor",
+            tensor=self._name,
+        )
 
     async def _meet(self, door: Door, cards: Sequence[Card]) -> NodeGroup:
+        wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
         return await self._engine.in_thread(
-            lambda: door.meet(cards, self._stopped.is_set), what="meeting the other ranks of this node"
+            lambda: door.meet(cards, self._stopped.is_set, wait_s), what="meeting the other ranks of this node"
         )
 
     async def _demand(self, part: TablePart) -> JSON:
@@ -156,7 +167,7 @@ class TableRun:
         wanted = (part.rows[1] - part.rows[0]) * part.row_bytes
         if part.layout == "shared":
             wanted = part.nbytes if host == engine.group.rank else 0
-        rooms = await engine.in_thread(memory_rooms, what="how much memory is free")
+        rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
         demand = Demand(engine.group.rank, engine.node, wanted, rooms, engine.config.memory.reserve_bytes)
         return {"host": host, "demand": cast(JSON, demand.as_json())}
 
@@ -173,43 +184,58 @@ class TableRun:
     # Memory
 
     async def _allocate(
-        self, plan: LoadPlan, part: TablePart, hosts: Sequence[int]
+        self, session: Session, plan: LoadPlan, part: TablePart, hosts: Sequence[int]
     ) -> tuple[HostBuffer, tuple[Rows, ...]]:
         """(the table's memory, the rows that this rank reads into it)."""
         if part.layout == "per_rank":
             return _own_memory(part), (part.rows,)
-        own = self._engine.group.rank
+        engine, own = self._engine, self._engine.group.rank
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[own]]
-        rows = shares(part.shape[0], {rank: self._part(plan, rank).rows for rank in ranks})[own]
-        buffer = await self._engine.in_thread(
-            lambda: self._shared_memory(part, [rank for rank in ranks if rank != own]),
-            what=f"allocating shared table '{self._name}'",
-        )
-        memory = self._memory
-        if memory is None or buffer is None:  # FINAL came meanwhile, and cancels this task
-            raise asyncio.CancelledError(_FINAL)
-        lead = buffer.nbytes - part.nbytes
+        parts = {rank: plan.table(self._name, rank) for rank in ranks}
+        rows = shares(part.shape[0], {rank: other.rows for rank, other in parts.items() if other is not None})[own]
+        memory = await self._shared_memory(session, part, [rank for rank in ranks if rank != own])
+        lead = _lead(part)
 
-        def reserve() -> None:
+        def reserve() -> HostBuffer:
             for start, stop in rows:
-                memory.reserve(lead + start * part.row_bytes, lead + stop * part.row_bytes)
+                memory.reserve(lead + start * part.row_bytes, lead + stop * part.row_bytes, self._stopped.is_set)
+            return memory.map()
 
-        await self._engine.in_thread(reserve, what=f"reserving shared table '{self._name}'")
+        buffer = await engine.in_thread(
+            reserve,
+            what=f"reserving shared table '{self._name}'",
+            on_progress=session.report_progress,  # zeroing takes its time
+            progress=lambda: f"{memory.reserved_bytes} bytes of '{self._name}' reserved",
+        )
         return buffer, rows
 
-    def _shared_memory(self, part: TablePart, others: Sequence[int]) -> HostBuffer | None:
-        """The segment of this node: made by the host and handed to the others. Blocks."""
-        assert self._group is not None
-        nbytes = _lead(part) + part.nbytes
-        if self._group.host == self._engine.group.rank:
-            self._memory = SharedMemory.create(nbytes)
-            self._group.hand_over(self._memory.descriptor, others)
-        else:
-            descriptor = self._group.receive(self._stopped.is_set)
-            if descriptor is None:
-                return None
-            self._memory = SharedMemory.received(descriptor, nbytes)
-        return self._memory.map()
+    async def _shared_memory(self, session: Session, part: TablePart, others: Sequence[int]) -> SharedMemory:
+        """The segment of this node: made by the host and handed to the others."""
+        group, nbytes = self._group, _lead(part) + part.nbytes
+        assert group is not None
+
+        def obtain() -> None:
+            if group.host == self._engine.group.rank:
+                self._memory = SharedMemory.create(nbytes)
+                group.hand_over(self._memory.descriptor, others)
+            elif (descriptor := group.receive(self._stopped.is_set)) is not None:
+                self._memory = SharedMemory.received(descriptor, nbytes)
+
+        try:
+            await self._engine.in_thread(obtain, what=f"allocating shared table '{self._name}'")
+        except LoaderError as error:
+            if type(error) is LoaderError:  # the other end has gone
+                await self._until_named(session, str(error))
+            raise
+        if self._memory is None:  # FINAL came meanwhile, and cancels this task
+            raise asyncio.CancelledError(_FINAL)
+        return self._memory
+
+    async def _until_named(self, session: Session, seen: str) -> None:
+        """A rank that has gone is named by the ranks' verdict, which cancels this task. Not waited for without end."""
+        for second in range(math.ceil(self._engine.config.agreement.timeout_s) + 1):
+            session.report_progress(f"{seen}, {second} s ago")
+            await asyncio.sleep(1)
 
     # Reading
 
@@ -225,7 +251,7 @@ class TableRun:
         engine = self._engine
         shard = plan.catalog.shards[part.shard_id]
         before = part.rows[0] if part.layout == "per_rank" else 0
-        lead = buffer.nbytes - part.nbytes if part.layout == "shared" else 0
+        lead = _lead(part) if part.layout == "shared" else 0
         for start, stop in ranges:
             where = FileRange(shard.path, shard.identity, part.start + start * part.row_bytes, part.name)
             view = buffer.memoryview[lead + (start - before) * part.row_bytes : lead + (stop - before) * part.row_bytes]
@@ -260,20 +286,25 @@ class TableRun:
             with contextlib.suppress(Exception):
                 await telling
         attach_verdict(error, session, self._phase)
+        await self._close_node()
         with contextlib.suppress(Exception):
             await session.close()
 
-    def _close_node(self) -> None:
-        """Nothing of the handing over is needed any more: the mapping keeps the memory."""
-        self._stopped.set()
-        closing: tuple[Callable[[], None] | None, ...] = (
-            self._door.close if self._door is not None else None,
-            self._group.close if self._group is not None else None,
-            self._memory.close if self._memory is not None else None,
-        )
-        for close in closing:
-            if close is not None:
-                close()
+    async def _close_node(self) -> None:
+        """Nothing of the handing over is needed any more: the mapping keeps the memory. Whatever a thread is at comes
+        to its end before, so that it does not use a descriptor that is another's by then."""
+
+        def close() -> None:
+            for owned in (self._door, self._group, self._memory):
+                if owned is not None:
+                    owned.close()
+
+        await self._engine.after_the_rest(close, within_s=self._engine.config.agreement.grace_s)
+
+
+def _pin(policy: PinPolicy, buffer: HostBuffer) -> bool:
+    """Whether the memory is page-locked; none at all, of a rank without rows, is where any would be."""
+    return policy.pin(buffer) if buffer.nbytes else policy.active
 
 
 def _own_memory(part: TablePart) -> HostBuffer:
@@ -294,5 +325,5 @@ def _tensor(part: TablePart, buffer: HostBuffer) -> torch.Tensor:
     if dtype is None:
         raise LoaderError(f"torch has no type for '{part.name}' ({part.dtype_code})", tensor=part.name)
     if part.layout == "shared":
-        return tensor_view(buffer.tensor, buffer.nbytes - part.nbytes, dtype, part.shape)
+        return tensor_view(buffer.tensor, _lead(part), dtype, part.shape)
     return tensor_view(buffer.tensor, 0, dtype, (part.rows[1] - part.rows[0], *part.shape[1:]))

@@ -130,17 +130,18 @@ class Manifest:
 
     def __init__(self, plan: RankPlan) -> None:
         self._plan = plan
+        self._hashes: dict[str, Any] = {}  # hashlib has no type for it
         self.entries: dict[str, dict[str, object]] = {}
 
     def add(self, name: str, value: torch.Tensor) -> None:
-        """Hashes a tensor. Blocking; the interpreter lock is released meanwhile."""
-        i = self._plan.index_of(name)
-        assert i is not None
-        self.entries[name] = {
-            "dtype": self._plan.dtype_code(i),
-            "shape": list(self._plan.header_shape(i)),
-            "sha256": hashlib.sha256(raw_bytes(value).numpy().data).hexdigest(),
-        }
+        """Hashes a tensor, or rows of one that come in order. Blocking; the interpreter lock is released meanwhile."""
+        if name not in self._hashes:
+            i = self._plan.index_of(name)
+            assert i is not None
+            self._hashes[name] = hashlib.sha256()
+            self.entries[name] = {"dtype": self._plan.dtype_code(i), "shape": list(self._plan.header_shape(i))}
+        self._hashes[name].update(raw_bytes(value).numpy().data)
+        self.entries[name]["sha256"] = self._hashes[name].hexdigest()
 
 
 def manifest_path(out: Path, rank: int, world_size: int) -> Path:

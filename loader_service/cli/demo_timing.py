@@ -14,6 +14,9 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
+
+import torch
 
 from loader_service.agreement.group import GroupChoice, from_environment
 from loader_service.cli.checking import Reference
@@ -22,7 +25,9 @@ from loader_service.cli.ranks import gather, place_from
 from loader_service.config.yaml_file import load_config
 from loader_service.filling import TensorSpec
 from loader_service.planning.plan import RankPlan
+from loader_service.rows import RowSource
 from loader_service.service import BlockingLoaderService, LoaderService
+from loader_service.stream import Weight
 
 ROUNDS = 3
 
@@ -69,9 +74,19 @@ def _load_once(
 ) -> tuple[float, RankPlan, Mapping[str, TensorSpec]]:
     started_s = time.perf_counter()
     with service.open(load) as opened:
-        held = dict(opened)
+        held = {name: _held(value) for name, value in opened}
     seconds = time.perf_counter() - started_s
     return seconds, opened.plan.for_rank(rank), {name: opened.spec(name) for name in held}
+
+
+def _held(value: Weight) -> torch.Tensor:
+    """The tensor, or the rows of a table that are this rank's."""
+    if not isinstance(value, RowSource):
+        return cast("torch.Tensor", value)
+    start, stop = value.rows
+    rows = torch.empty((stop - start, *value.shape[1:]), dtype=value.dtype)
+    value.read_rows_into(rows, start)
+    return rows
 
 
 def _safetensors_once(plan: RankPlan, specs: Mapping[str, TensorSpec]) -> float:

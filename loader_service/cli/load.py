@@ -21,6 +21,7 @@ import torch
 from loader_service.agreement.messages import Phase
 from loader_service.cli import ranks
 from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
+from loader_service.cli.host_rows import pieces
 from loader_service.cli.output import print_document, print_failure, print_traceback
 from loader_service.cli.progress import LoadProgress, progress_of
 from loader_service.cli.signals import Interruptions, interruptions
@@ -39,6 +40,7 @@ from loader_service.errors import (
 from loader_service.filling import TensorSpec
 from loader_service.reading.threads import ReadPool
 from loader_service.report import LoadReport
+from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.stream import Load
 
@@ -223,10 +225,19 @@ class _LoadProcess:
 
     async def _consume(self, load: Load, reference: Reference | None, manifest: Manifest | None) -> None:
         """Takes every tensor and drops it after use: no more of them lives than what is being looked at."""
-        async for name, value in load:
+
+        async def take(name: str, value: torch.Tensor, spec: TensorSpec) -> None:
             if reference is not None or manifest is not None:
-                await self._in_thread(_look_at(name, value, load.spec(name), reference, manifest))
+                await self._in_thread(_look_at(name, value, spec, reference, manifest))
             self._progress.advance(value.nbytes)
+
+        async for name, value in load:
+            spec = load.spec(name)
+            if isinstance(value, RowSource):
+                async for rows, own_spec in pieces(value, spec):
+                    await take(name, rows, own_spec)
+            else:
+                await take(name, value, spec)
             del value
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import sys
+from collections.abc import Callable
 
 import psutil
 
@@ -67,13 +68,19 @@ class SharedMemory:
             raise MemoryLimitError(f"a shared table of {nbytes} bytes was announced, but the memory has {size}{kept}")
         return memory
 
-    def reserve(self, start: int, stop: int) -> None:
-        """Makes the bytes [start, stop) of it resident, zeroed. Ranks reserve their own parts at the same time. Blocks.
+    @property
+    def reserved_bytes(self) -> int:
+        """What is resident of it, whoever has reserved that."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def reserve(self, start: int, stop: int, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Makes the bytes [start, stop) of it resident, zeroed. Ranks reserve their own parts at the same time. Blocks,
+        until `stopped`.
 
         Raises MemoryLimitError, with what is wanted and what is there. It looks first, and again every 64 MiB: the
         kernel would kill this process, or another, rather than refuse.
         """
-        while start < stop:
+        while start < stop and not stopped():
             end = min(stop, start + _RESERVE_STEP_BYTES)
             available = min((room.free_bytes for room in memory_rooms()), default=stop - start)
             if available < stop - start:

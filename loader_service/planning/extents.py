@@ -26,11 +26,18 @@ class ExtentColumns:
 
 
 def coalesce(
-    start: Int64s, stop: Int64s, shard: npt.NDArray[np.int32], *, payload_bytes: int, gap_bytes: int
+    start: Int64s,
+    stop: Int64s,
+    shard: npt.NDArray[np.int32],
+    *,
+    payload_bytes: int,
+    gap_bytes: int,
+    apart: npt.NDArray[np.bool_] | None = None,
 ) -> ExtentColumns:
     """Joins fragments, sorted by (shard, start), that touch or lie closer than `gap_bytes`.
 
-    The gaps taken, smallest first and equal ones in file order, sum to at most 5 % of `payload_bytes`.
+    The gaps taken, smallest first and equal ones in file order, sum to at most 5 % of `payload_bytes`. `apart[i]`: that
+    between fragments i and i + 1 is not taken, whatever its size.
     """
     count = len(start)
     if count == 0:
@@ -39,7 +46,8 @@ def coalesce(
     gaps = start[1:] - stop[:-1]
     same_shard = shard[1:] == shard[:-1]
     joined = same_shard & (gaps == 0)
-    candidates = np.flatnonzero(same_shard & (gaps > 0) & (gaps < gap_bytes))
+    near = same_shard & (gaps > 0) & (gaps < gap_bytes)
+    candidates = np.flatnonzero(near if apart is None else near & ~apart)
     if len(candidates):
         smallest_first = candidates[np.argsort(gaps[candidates], kind="stable")]
         affordable = np.cumsum(gaps[smallest_first]) <= payload_bytes * EXTRA_PERCENT // 100

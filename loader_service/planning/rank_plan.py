@@ -79,7 +79,8 @@ class RankPlan:
     Tensors are counted from 0 in plan order, (file name, offset); all methods with an argument `i` take such a number.
     Zero-size tensors and empty parts are among them, without fragments. `tensor_ids` are catalog ids, `tensor_nbytes`
     the bytes of the rank's part of each, `payload_bytes` their sum, `read_bytes` the sum of the extents. `tables` are
-    those that stay in host memory, by number: their rows count in the sums, but are not streamed.
+    those that stay in host memory, by number: their rows count in the sums, but are not streamed. No extent takes bytes
+    of a table of `unbridged` because they lie between two fragments.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankPlan:
     extent_columns: ExtentColumns
     geometries: Mapping[int, PartGeometry]
     tables: Mapping[int, TablePart] = field(default_factory=dict)
+    unbridged: tuple[TablePart, ...] = ()
     _whole: dict[tuple[int, tuple[int, ...]], PartGeometry] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -258,6 +260,7 @@ class RankPlan:
             self.tensor_group[kept],
             self.geometries,
             self.coalesce_gap_bytes,
+            unbridged=self.unbridged,
         )
 
 
@@ -270,18 +273,28 @@ def make_rank_plan(
     geometries: Mapping[int, PartGeometry],
     coalesce_gap_bytes: int,
     tables: Mapping[int, TablePart] | None = None,
+    *,
+    unbridged: Sequence[TablePart] = (),
 ) -> RankPlan:
     """The plan for the tensors `tensor_ids` (ascending). `tensor_group` holds for each its key in `geometries`, or
-    WHOLE; `tables` says which of them, by their place here, stay in host memory.
+    WHOLE; `tables` says which of them, by their place here, stay in host memory, `unbridged` what others do.
     """
+    tables = tables or {}
+    unbridged = (*unbridged, *tables.values())
     nbytes = catalog.stops[tensor_ids] - catalog.starts[tensor_ids]
     members = _members(tensor_group)
     for group, tensors in members.items():
         nbytes[tensors] = geometries[group].nbytes
     fragments = _fragments(catalog, tensor_ids, nbytes, members, geometries)
     payload_bytes = int(nbytes.sum())
+    streamed_bytes = payload_bytes - int(nbytes[list(tables)].sum())
     extents = coalesce(
-        fragments.start, fragments.stop, fragments.shard, payload_bytes=payload_bytes, gap_bytes=coalesce_gap_bytes
+        fragments.start,
+        fragments.stop,
+        fragments.shard,
+        payload_bytes=streamed_bytes,  # so that the extents of what is streamed are the same without the tables
+        gap_bytes=coalesce_gap_bytes,
+        apart=_apart(fragments, tables, unbridged) if unbridged else None,
     )
     for column in (tensor_ids, tensor_group, nbytes, *vars(fragments).values()):
         column.flags.writeable = False
@@ -300,8 +313,21 @@ def make_rank_plan(
         fragments,
         extents,
         geometries,
-        tables or {},
+        tables,
+        unbridged,
     )
+
+
+def _apart(
+    fragments: FragmentColumns, tables: Mapping[int, TablePart], unbridged: Sequence[TablePart]
+) -> npt.NDArray[np.bool_]:
+    """Which gaps, each between a fragment and the next, border on rows of `tables` or hold a byte of `unbridged`."""
+    rows = np.isin(fragments.tensor, list(tables))
+    apart: npt.NDArray[np.bool_] = rows[1:] | rows[:-1]
+    for table in unbridged:
+        same_shard = fragments.shard[1:] == table.shard_id
+        apart |= same_shard & (fragments.stop[:-1] < table.start + table.nbytes) & (fragments.start[1:] > table.start)
+    return apart
 
 
 def _members(tensor_group: Int32s) -> Mapping[int, Int64s]:
