@@ -6,30 +6,19 @@ threads at once. Usable from synchronous code and from any event loop, alone or 
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 import torch
 
-from loader_service.bridge import uninterrupted
-from loader_service.errors import (
-    ConfigError,
-    DestinationError,
-    LoadCancelledError,
-    LoaderError,
-    ReadError,
-    StateError,
-)
+from loader_service.errors import ConfigError, DestinationError
 from loader_service.memory.tensors import raw_memory, torch_dtype, why_unwritable
+from loader_service.reading.chunked import Part, Reading
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES
@@ -37,11 +26,12 @@ from loader_service.reading.ranges import Drop, FileRange, RangeReader
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 
+__all__ = ["Reading", "RowReader", "RowSource", "SharedRowSource"]
+
 STANDALONE_THREADS: Final = 8
 STANDALONE_CHUNK_BYTES: Final = 64 << 20
 _STANDALONE_RETRIES = 3
 _STANDALONE_STUCK_AFTER_S = 300.0
-_LOOK_EVERY_S = 1.0
 
 
 class RowReader:
@@ -74,154 +64,20 @@ class RowReader:
         _end(self._threads, self.ranges.handles)
 
     def begin(self, where: FileRange, view: memoryview) -> Reading:
-        """Queues the chunks of one range, which `view` is to hold. What goes wrong with that ends the reading, so that
-        whoever waits for it hears of it once nothing is written to `view` any more."""
-        reading = Reading(where, self._threads, self._stuck_after_s)
-        try:
-            for start, stop in _chunks(where.start, where.start + view.nbytes, self._chunk_bytes):
-                part = view[start - where.start : stop - where.start]
-                at = where.moved(start - where.start)
-                label = f"bytes [{start}, {stop}) of {_named(where)}"
-                chunk = self._threads.submit(self.ranges.read, at, part, label=label, path=at.path, offset=start)
-                if not reading.add(chunk, stop - start):
-                    break
-        except BaseException as error:  # noqa: BLE001 - an interrupt too: it is raised by whoever waits
-            reading.fail(error)
-        reading.complete()
+        """Reads one range into `view`, in chunks, of which two a thread are queued at any time: several readings get on
+        side by side, and queueing all of a large one would hold up the caller's loop (40 us a chunk).
+
+        What goes wrong with queueing is told by the reading, once nothing is written to `view` any more.
+        """
+        reading = Reading(where, self._parts(where, view), view.nbytes, self._threads, self._stuck_after_s)
+        reading.queue_more()
         return reading
 
-
-class Reading:
-    """One range on its way into memory, in chunks that reading threads work off. Ends once: all is there, or the first
-    failure has dropped what was queued and what ran has come back (or was given up as stuck)."""
-
-    def __init__(self, where: FileRange, threads: ReadPool, stuck_after_s: float) -> None:
-        self._where = where
-        self._threads = threads
-        self._stuck_after_s = stuck_after_s
-        self._lock = threading.Lock()
-        self._chunks: dict[Future[None], int] = {}
-        self._adding = True
-        self.done_bytes = 0
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._ended: Future[None] = Future()
-
-    def add(self, chunk: Future[None], nbytes: int) -> bool:
-        """False if no more are wanted: a chunk has failed meanwhile."""
-        with self._lock:
-            self._chunks[chunk] = nbytes
-            wanted = not self._cancelled
-        chunk.add_done_callback(self._take)
-        if not wanted:
-            chunk.cancel()
-        return wanted
-
-    def complete(self) -> None:
-        """No more chunks come."""
-        with self._lock:
-            self._adding = False
-            over = not self._chunks
-        if over:
-            self._end()
-
-    def fail(self, error: BaseException) -> None:
-        """Ends it with an error, unless it has one."""
-        with self._lock:
-            self._error = error if self._error is None else self._error
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Drops what is queued; what a thread is at goes on."""
-        with self._lock:
-            self._cancelled = True
-            chunks = tuple(self._chunks)
-        for chunk in chunks:
-            chunk.cancel()
-
-    def wait(self) -> None:
-        """Blocks until all is there. An interrupt drops what is queued, waits for what runs, and is raised then."""
-        try:
-            self._until_ended()
-        except BaseException:
-            self.cancel()
-            self._until_ended()
-            raise
-        self.raise_error()
-
-    async def wait_async(self) -> None:
-        """As `wait`, on the running loop, for a cancellation."""
-        try:
-            await self._ended_async()
-        except BaseException:
-            self.cancel()
-            await uninterrupted(self._ended_async())
-            raise
-        self.raise_error()
-
-    async def ended_within(self, limit_s: float) -> bool:
-        """Whether it has ended, after waiting for that at most so long. Being cancelled here does not `cancel` it."""
-        if not self._ended.done():
-            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=limit_s)
-            self._give_up_stuck()
-        return self._ended.done()
-
-    def raise_error(self) -> None:
-        """Raises what went wrong first, or that it was cancelled before all was there."""
-        if self._error is not None:
-            raise self._error
-
-    # -- inside
-
-    def _until_ended(self) -> None:
-        while not self._ended.done():
-            concurrent.futures.wait((self._ended,), _LOOK_EVERY_S)
-            self._give_up_stuck()
-
-    async def _ended_async(self) -> None:
-        while not await self.ended_within(_LOOK_EVERY_S):
-            pass
-
-    def _take(self, chunk: Future[None], error: BaseException | None = None) -> None:
-        """A chunk has ended, or was given up with `error`."""
-        if error is None:
-            error = self._dropped() if chunk.cancelled() else chunk.exception()
-        with self._lock:
-            nbytes = self._chunks.pop(chunk, None)
-            if nbytes is None:
-                return
-            if error is None:
-                self.done_bytes += nbytes
-            first = error is not None and self._error is None
-            if first:
-                self._error = error
-            over = not self._chunks and not self._adding
-        if first:
-            self.cancel()
-        if over:
-            self._end()
-
-    def _dropped(self) -> LoaderError:
-        """Why a chunk was never read; told only where nothing went wrong before."""
-        path, tensor = self._where.path, self._where.tensor
-        what = f"{path}: not all was read of {_named(self._where)}"
-        if self._cancelled:
-            return LoadCancelledError(f"{what}: the reading was cancelled", path=path, tensor=tensor)
-        return StateError(f"{what}: its source was closed meanwhile", path=path, tensor=tensor)
-
-    def _end(self) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self._ended.set_result(None)
-
-    def _give_up_stuck(self) -> None:
-        for read in self._threads.in_flight():
-            if read.age_s <= self._stuck_after_s:
-                return  # the oldest comes first
-            with self._lock:
-                chunk = next((chunk for chunk in self._chunks if chunk is read.future), None)
-            if chunk is not None and self._threads.abandon(chunk):
-                text = f"{read.path}: {read.label} has not returned for {read.age_s:.1f} s: check the storage"
-                self._take(chunk, ReadError(text, path=self._where.path, tensor=self._where.tensor))
+    def _parts(self, where: FileRange, view: memoryview) -> Iterator[Part]:
+        for start, stop in _chunks(where.start, where.start + view.nbytes, self._chunk_bytes):
+            at, part = where.moved(start - where.start), view[start - where.start : stop - where.start]
+            label = f"bytes [{start}, {stop}) of {where.of_what}"
+            yield Part(partial(self.ranges.read, at, part), label, start, stop - start)
 
 
 class RowSource:
@@ -326,7 +182,7 @@ class RowSource:
     def _begin(self, dst: torch.Tensor, row_start: int) -> Reading:
         problem = self._problem(dst, row_start)
         if problem is not None:
-            text = f"{self.path}: nothing was read of {_named(self._where)}: {problem}"
+            text = f"{self.path}: nothing was read of {self._where.of_what}: {problem}"
             raise DestinationError(text, path=self.path, tensor=self._where.tensor)
         return self._reader.begin(self._where.moved(row_start * self._row_bytes), raw_memory(dst))
 
@@ -378,10 +234,6 @@ def _chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]
         end = min(stop, start + chunk_bytes - (start - origin) % chunk_bytes)
         yield start, end
         start = end
-
-
-def _named(where: FileRange) -> str:
-    return f"tensor {where.tensor!r}" if where.tensor is not None else "the table"
 
 
 def _end(threads: ReadPool, handles: HandleCache) -> None:

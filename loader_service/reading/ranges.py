@@ -70,6 +70,11 @@ class FileRange:
     start: int
     tensor: str | None = None
 
+    @property
+    def of_what(self) -> str:
+        """Whose bytes they are, in words."""
+        return f"tensor {self.tensor!r}" if self.tensor is not None else "the table"
+
     def moved(self, nbytes: int) -> FileRange:
         return replace(self, start=self.start + nbytes)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loader_service import rows as rows_module
 from loader_service.errors import LoadCancelledError, LoaderError, ReadError, StateError
 from loader_service.memory.allocators import allocate_host
+from loader_service.reading import chunked
 from loader_service.reading.fake import Gate
 from loader_service.reading.ranges import FileRange
 from loader_service.rows import RowSource
@@ -129,7 +129,7 @@ def test_another_source_goes_on_when_one_fails(table: Table, tmp_path: Path, wor
     failing = Reader(table.over(one.reader), empty_rows(table, 100))
     assert gate.reached.wait(PATIENCE_S)
     going_on = Reader(other.over(one.reader), empty_rows(other, 100))
-    until(lambda: one.queued == 19)
+    until(lambda: one.queued == 3)
     gate.release()
     assert isinstance(failing.end(), ReadError)
     assert going_on.end() is None
@@ -187,9 +187,9 @@ async def test_cancelling_one_leaves_the_others_on_other_loops_alone(table: Tabl
     dst = empty_rows(table, 100)
     other = threading.Thread(target=lambda: asyncio.run(source.aread_rows_into(dst, 0)), daemon=True)
     other.start()
-    await asyncio.to_thread(until, lambda: one.queued == 19)
+    await asyncio.to_thread(until, lambda: one.queued == 3)
     task.cancel()
-    await asyncio.to_thread(until, lambda: one.queued == 10)
+    await asyncio.to_thread(until, lambda: one.queued == 2)
     gate.release()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -204,7 +204,7 @@ def test_an_interrupt_drops_what_is_queued_and_waits_for_what_runs(table: Table,
 
     def interrupt() -> None:
         gate.reached.wait(PATIENCE_S)
-        until(lambda: one.queued == 9)
+        until(lambda: one.queued == 1)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         one.until_nothing_is_queued()
         in_flight.append(one.fake.in_flight)
@@ -277,7 +277,7 @@ def test_what_goes_wrong_with_queueing_is_told_once_nothing_is_written_any_more(
     submit, calls = one.pool.submit, iter(range(100))
 
     def fail_later(*args: object, **options: object) -> object:
-        if next(calls) == 3:
+        if next(calls) == 1:
             assert gate.reached.wait(PATIENCE_S)
             raise StateError("stopped")
         return submit(*args, **options)  # type: ignore[arg-type]
@@ -346,8 +346,8 @@ def test_memory_is_let_go_once_it_is_filled(table: Table) -> None:
 def test_a_read_that_does_not_return_is_given_up_and_its_thread_replaced(
     table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY_S", 0.02)
-    one = workshop(threads=1, chunk_bytes=100, stuck_after_s=0.05)
+    monkeypatch.setattr(chunked, "_LOOK_EVERY_S", 0.02)
+    one = workshop(threads=1, chunk_bytes=100, stuck_after_s=1.0)
     gate = one.fake.block("*", nth=2)
     source, dst = table.over(one.reader), empty_rows(table, 100)
     with pytest.raises(
@@ -366,7 +366,7 @@ def test_a_read_that_does_not_return_is_given_up_and_its_thread_replaced(
 async def test_awaited_too_a_read_that_does_not_return_is_given_up(
     table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(chunked, "_LOOK_EVERY_S", 0.02)
     one = workshop(threads=2, chunk_bytes=100, stuck_after_s=0.05)
     one.fake.block("*", times=None)
     source = await asyncio.to_thread(table.over, one.reader)
@@ -377,7 +377,7 @@ async def test_awaited_too_a_read_that_does_not_return_is_given_up(
 async def test_cancelled_it_waits_no_longer_for_a_stuck_read_than_it_takes_to_give_it_up(
     table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(chunked, "_LOOK_EVERY_S", 0.02)
     one = workshop(threads=1, chunk_bytes=100, stuck_after_s=0.3)
     gate = one.fake.block("*")
     source = await asyncio.to_thread(table.over, one.reader)
@@ -390,7 +390,7 @@ async def test_cancelled_it_waits_no_longer_for_a_stuck_read_than_it_takes_to_gi
 
 
 def test_a_slow_read_is_not_a_stuck_one(table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(chunked, "_LOOK_EVERY_S", 0.02)
     one = workshop(threads=1, chunk_bytes=100, stuck_after_s=60.0)
     gate = one.fake.block("*")
     looks: list[float] = []

@@ -17,10 +17,11 @@ from loader_service.checkpoint.dtypes import DTYPE_LIST
 from loader_service.errors import CheckpointError, ConfigError, EndOfFileError
 from loader_service.memory.allocators import allocate_host
 from loader_service.memory.tensors import torch_dtype
+from loader_service.reading.ranges import FileRange
 from loader_service.rows import RowSource
 from tests.reading.disk import PAGE, disk_folder, held, uncache, warm
 from tests.reading.making import PATIENCE_S
-from tests.rows.making import Table, Workshop, bytes_of, empty_rows, make_table, untouched
+from tests.rows.making import Table, Workshop, bytes_of, empty_rows, make_table, until, untouched
 
 HELD = [(dtype.code, torch_dtype(dtype.code)) for dtype in DTYPE_LIST if dtype.torch_name is not None]
 
@@ -145,6 +146,36 @@ def test_several_threads_and_loops_share_one_reader_and_its_threads(
     assert outcomes == [True] * 9
     assert one.fake.max_in_flight <= 3
     assert [one.fake.opens(table.path) for table in tables] == [1, 1, 1]
+
+
+def test_only_a_few_chunks_of_a_large_read_are_queued_at_a_time(
+    tmp_path: Path, workshop: Callable[..., Workshop]
+) -> None:
+    table = make_table(tmp_path, (5000, 2))
+    one = workshop(threads=3, chunk_bytes=2)
+    gate = one.fake.block("*", times=None)
+    dst = bytearray(10_000)
+    reading = one.reader.begin(FileRange(table.path, None, table.offset), memoryview(dst))
+    until(lambda: gate.calls == 3)
+    assert one.queued == 3
+    gate.release()
+    reading.wait()
+    assert dst == table.content
+
+
+def test_a_small_read_does_not_wait_for_all_of_a_large_one(tmp_path: Path, workshop: Callable[..., Workshop]) -> None:
+    large, small = make_table(tmp_path, (100, 10), name="large"), make_table(tmp_path, (3, 10), name="small")
+    one = workshop(threads=1, chunk_bytes=10)
+    first, last = one.fake.block(large.path), one.fake.block(large.path, nth=50)
+    reading = one.reader.begin(FileRange(large.path, None, large.offset), memoryview(bytearray(1000)))
+    assert first.reached.wait(PATIENCE_S)
+    dst = bytearray(30)
+    other = one.reader.begin(FileRange(small.path, None, small.offset), memoryview(dst))
+    first.release()
+    other.wait()
+    assert dst == small.content
+    last.release()
+    reading.wait()
 
 
 def test_a_file_is_opened_once_for_all_that_is_read_of_it(tmp_path: Path, workshop: Callable[..., Workshop]) -> None:
