@@ -135,7 +135,12 @@ class LoaderService(_Service):
         be called while a load is open, in the same order on all ranks. Raises on all ranks or on none.
         """
         loop, engine = self._opened()
-        return await loop.run(TableRun(engine, load, name).run())
+        run = TableRun(engine, load, name)
+        try:
+            return await loop.run(run.run())
+        except BaseException as error:
+            run.attach_verdict(error)  # the caller's own cancellation, which the run has not seen
+            raise
 
     async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, Weight], None]:
         """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end.
@@ -204,7 +209,12 @@ class BlockingLoaderService(_Service):
     def host_table(self, load: str, name: str) -> HostTable:
         """As `LoaderService.host_table`, without await."""
         loop, engine = self._opened()
-        return loop.run_blocking(TableRun(engine, load, name).run())
+        run = TableRun(engine, load, name)
+        try:
+            return loop.run_blocking(run.run())
+        except BaseException as error:
+            run.attach_verdict(error)
+            raise
 
     def iter_weights(self, load: str) -> Iterator[tuple[str, Weight]]:
         """As `LoaderService.iter_weights`; abandoning the generator leaves the load as a `break` does."""

@@ -76,6 +76,7 @@ class TableRun:
         self._group: NodeGroup | None = None
         self._memory: SharedMemory | None = None
         self._readings: list[Reading] = []
+        self._failed = False
         self._stopped = threading.Event()  # for threads that wait for other ranks
 
     async def run(self) -> HostTable:
@@ -111,10 +112,8 @@ class TableRun:
     async def _fill(self, session: Session) -> HostTable:
         engine = self._engine
         opening = Opening(engine, self._load, session, [])
-        door = self._door = await engine.in_thread(
-            lambda: Door(engine.group.rank, engine.node, memory_device()), what="opening a socket for this node"
-        )
-        verdict = await opening.config(table=self._name, card=door.card.as_json())
+        card = await engine.in_thread(self._open_door, what="opening a socket for this node")
+        verdict = await opening.config(table=self._name, card=card.as_json())
         told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
         self._phase = Phase.CATALOG
@@ -124,7 +123,7 @@ class TableRun:
         pin = PinPolicy(engine.config.staging.pin, engine.pinner)
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
-            self._group = await self._meet(door, cards)
+            await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
         agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._demand(part))
         self._phase = Phase.OPEN
         if part is None:
@@ -154,11 +153,16 @@ class TableRun:
             tensor=self._name,
         )
 
-    async def _meet(self, door: Door, cards: Sequence[Card]) -> NodeGroup:
+    # What threads make is kept here by themselves, and so is closed: nobody may wait for them any more.
+
+    def _open_door(self) -> Card:
+        self._door = Door(self._engine.group.rank, self._engine.node, memory_device())
+        return self._door.card
+
+    def _meet(self, cards: Sequence[Card]) -> None:
+        assert self._door is not None
         wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
-        return await self._engine.in_thread(
-            lambda: door.meet(cards, self._stopped.is_set, wait_s), what="meeting the other ranks of this node"
-        )
+        self._group = self._door.meet(cards, self._stopped.is_set, wait_s)
 
     async def _demand(self, part: TablePart) -> JSON:
         """What this rank is about to allocate; the host's is the whole table of its group."""
@@ -285,10 +289,17 @@ class TableRun:
         if telling is not None:
             with contextlib.suppress(Exception):
                 await telling
-        attach_verdict(error, session, self._phase)
+        self._failed = True
+        self.attach_verdict(error)
         await self._close_node()
         with contextlib.suppress(Exception):
             await session.close()
+
+    def attach_verdict(self, error: BaseException) -> None:
+        """Adds to this rank's own exception what all ranks found, once this has failed. Never raises."""
+        if self._session is not None and self._failed:
+            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
+                attach_verdict(error, self._session, self._phase)
 
     async def _close_node(self) -> None:
         """Nothing of the handing over is needed any more: the mapping keeps the memory. Whatever a thread is at comes
