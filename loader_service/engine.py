@@ -19,7 +19,7 @@ from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError
-from loader_service.memory.admission import memory_rooms
+from loader_service.memory.admission import Room, memory_rooms
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
 from loader_service.planning.mesh import Mesh
@@ -81,7 +81,9 @@ class Engine:
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
         self.open_load: OpenLoad | None = None
-        self.memory_rooms = memory_rooms  # how much memory is free; tests say it themselves
+        self.memory_rooms: Callable[[], tuple[Room, ...]] = (
+            memory_rooms  # how much memory is free; tests say it themselves
+        )
         self.table_turn = asyncio.Lock()  # one host table at a time, in the order of the calls
         self.table_tasks: set[asyncio.Task[object]] = set()
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog

@@ -363,6 +363,11 @@ def room(free: int, place: str = "", limit: int = 100 * GIB) -> Room:
     return Room(place, limit, free)
 
 
+def has_rooms(service: ls.LoaderService, *rooms: Room) -> None:
+    assert service._engine is not None
+    service._engine.memory_rooms = lambda: rooms
+
+
 async def refused(checkpoint: Checkpoint, layout: str, rooms: list[list[Room]], **sections: Any) -> list[str]:
     """What each rank is told, the same on all of them; nothing was read or allocated."""
     seats = make_seats(len(rooms))
@@ -370,12 +375,11 @@ async def refused(checkpoint: Checkpoint, layout: str, rooms: list[list[Room]], 
 
     async def work(seat: Seat) -> str:
         async with service_of(seat, config) as service:
-            assert service._engine is not None
-            service._engine.memory_rooms = lambda: tuple(rooms[seat.rank])
+            has_rooms(service, *rooms[seat.rank])
             with pytest.raises(ls.MemoryLimitError) as caught:
                 await service.host_table("target", WEIGHT)
             assert (caught.value.tensor, caught.value.exit_code) == (WEIGHT, 6)
-            service._engine.memory_rooms = lambda: (room(90 * GIB),)
+            has_rooms(service, room(90 * GIB))
             assert not payload_reads(seat.storage)
             await service.host_table("target", WEIGHT)
             return str(caught.value)
@@ -407,8 +411,7 @@ async def test_the_reserve_can_be_configured(checkpoint: Checkpoint) -> None:
     async def work(seat: Seat) -> None:
         config = config_of(checkpoint, rules("per_rank"), 2, memory={"reserve_bytes": 448})
         async with service_of(seat, config) as service:
-            assert service._engine is not None
-            service._engine.memory_rooms = lambda: (room(4000),)
+            has_rooms(service, room(4000))
             await service.host_table("target", WEIGHT)
 
     values(await all_of(seats, work))

@@ -135,8 +135,7 @@ async def test_in_a_shared_table_each_rank_writes_its_own_rows_and_no_others(
     wanted = checkpoint.tensors[WEIGHT][2]
     expected = wanted[: 12 * 96] + bytes(12 * 96) + wanted[24 * 96 :]
     assert len(buffers) == 3
-    for buffer in buffers:
-        await asyncio.to_thread(until, lambda buffer=buffer: bytes(buffer.memoryview[-(stop - start) :]) == expected)
+    assert all(bytes(buffer.memoryview[-(stop - start) :]) == expected for buffer in buffers)
     gate.release()
     await filling
     assert all(bytes(buffer.memoryview[-(stop - start) :]) == wanted for buffer in buffers)
