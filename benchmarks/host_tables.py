@@ -12,6 +12,7 @@ known state; runs come in another order each round.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -39,7 +40,7 @@ from benchmarks.common import (
     working_folder,
 )
 from benchmarks.host_tables_sides import RING_READS_A_PROCESS, ROW_BYTES, Table, Took, make_table, run_side
-from benchmarks.ranks import Team, free_address
+from benchmarks.ranks import Team, serve_store, store_address
 
 WANTED_GIB = 3.0
 LEAST_GIB = 2.0  # a smaller table says little: single calls of the kernel and 32-bit sizes end at 2 GiB
@@ -108,7 +109,11 @@ class Series:
 
 def measure(series: Series, table: Table, *, check: bool) -> None:
     """One run, by fresh processes; with `check` every byte is compared with the file's afterwards."""
-    with Team(run_side, series.ranks, series.side, table, check, address=free_address()) as team:
+    with contextlib.ExitStack() as stack:
+        address = ""
+        if series.side in (OURS, SHARED):  # ranks meet where a launcher's agent has a store
+            address = store_address(stack.enter_context(Team(serve_store, 1)))
+        team = stack.enter_context(Team(run_side, series.ranks, series.side, table, check, address=address))
         team.hear("ready")
         (drop_from_cache if series.cache == "cold" else read_into_cache)([table.path])
         # The destination, the page cache's copy, and the rings.
@@ -155,7 +160,10 @@ def run_rounds(all_series: Sequence[Series], table: Table, rounds: int, *, seed:
     for number in range(rounds):
         began_s = time.perf_counter()
         for each in order.sample(all_series, len(all_series)):
+            run_began_s = time.perf_counter()
             measure(each, table, check=number == 0)
+            text = f"  {each.cache}, {each.ranks} ranks, {LABELS[each.side]}: {each.speeds[-1]:.2f} GiB/s"
+            print(f"{text}, {time.perf_counter() - run_began_s:.0f} s in all", file=sys.stderr, flush=True)
         print(f"round {number + 1} of {rounds}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -148,7 +149,7 @@ def compare(path: Path, start: int, found: memoryview) -> str:
             part = found[at : at + len(buffer)]
             file.seek(start + at)
             right = memoryview(buffer)[: file.readinto(buffer)][: part.nbytes]
-            if right != part:
+            if not np.array_equal(np.frombuffer(right, np.uint8), np.frombuffer(part, np.uint8)):
                 return f"other bytes between {start + at} and {start + at + part.nbytes}"
     return ""
 
@@ -246,7 +247,7 @@ def _ours(seat: Seat, layout: str) -> None:
     rank, table = seat.rank, seat.table
     rule = {"match": TABLE, "host_resident": {"layout": layout}, "split": {"axis": "world", "dim": 0}}
     config = ls.config_from_dict({"checkpoint": {"path": str(table.path)}, "loads": {"tables": {"rules": [rule]}}})
-    meeting = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "host tables")
+    meeting = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "host tables", served=True)
     with ls.LoaderService.blocking(config, meeting) as service:  # connects to nobody yet
         found, took = seat.clock(lambda: service.host_table("tables", TABLE))
     how = f"{found.access.effective}: {found.access.reason}"
