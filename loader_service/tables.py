@@ -75,6 +75,8 @@ class TableRun:
         self._door: Door | None = None
         self._group: NodeGroup | None = None
         self._memory: SharedMemory | None = None
+        # Not in frames, which an exception that somebody keeps would keep, and the memory with them.
+        self._buffer: HostBuffer | None = None
         self._readings: list[Reading] = []
         self._failed = False
         self._stopped = threading.Event()  # for threads that wait for other ranks
@@ -102,6 +104,9 @@ class TableRun:
             raise
         finally:
             engine.table_tasks.discard(task)
+            # They lead to the table's memory, which is to end with its tensor and not with the next garbage collection.
+            self._task = self._buffer = None
+            self._readings.clear()
         return table
 
     def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
@@ -130,19 +135,20 @@ class TableRun:
             raise self._no_table()
         hosts = self._check([cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
         engine.size_threads(verdict.counts.get("node", {}))
-        buffer, ranges = await self._allocate(session, plan, part, hosts)
+        ranges = await self._allocate(session, plan, part, hosts)
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
         self._phase = Phase.READ
         may_drop = part.layout == "per_rank" and held_alone(plan, part, engine.group.rank)
         reader = engine.row_reader(RowReader, may_drop=may_drop)
-        await self._read(session, reader, plan, part, buffer, ranges)
+        await self._read(session, reader, plan, part, ranges)
         await session.exchange(Phase.READ, PhaseRecord())
         self._phase = Phase.FINISH
-        pinned = await engine.in_thread(lambda: _pin(pin, buffer), what="pinning a table")
-        table = HostTable(_tensor(part, buffer), part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
+        pinned = await engine.in_thread(lambda: self._pin(pin), what="pinning a table")
+        dtype = _dtype(part)
         await session.exchange(Phase.FINISH, PhaseRecord())
-        return table
+        tensor = _tensor(part, dtype, self._memory_of_table())
+        return HostTable(tensor, part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
 
     # Before anything is read
 
@@ -189,10 +195,11 @@ class TableRun:
 
     async def _allocate(
         self, session: Session, plan: LoadPlan, part: TablePart, hosts: Sequence[int]
-    ) -> tuple[HostBuffer, tuple[Rows, ...]]:
-        """(the table's memory, the rows that this rank reads into it)."""
+    ) -> tuple[Rows, ...]:
+        """Gets the table's memory. Returns the rows that this rank reads into it."""
         if part.layout == "per_rank":
-            return _own_memory(part), (part.rows,)
+            self._buffer = _own_memory(part)
+            return (part.rows,)
         engine, own = self._engine, self._engine.group.rank
         ranks = [rank for rank, host in enumerate(hosts) if host == hosts[own]]
         parts = {rank: plan.table(self._name, rank) for rank in ranks}
@@ -200,18 +207,18 @@ class TableRun:
         memory = await self._shared_memory(session, part, [rank for rank in ranks if rank != own])
         lead = _lead(part)
 
-        def reserve() -> HostBuffer:
+        def reserve() -> None:
             for start, stop in rows:
                 memory.reserve(lead + start * part.row_bytes, lead + stop * part.row_bytes, self._stopped.is_set)
-            return memory.map()
+            self._buffer = memory.map()
 
-        buffer = await engine.in_thread(
+        await engine.in_thread(
             reserve,
             what=f"reserving shared table '{self._name}'",
             on_progress=session.report_progress,  # zeroing takes its time
             progress=lambda: f"{memory.reserved_bytes} bytes of '{self._name}' reserved",
         )
-        return buffer, rows
+        return rows
 
     async def _shared_memory(self, session: Session, part: TablePart, others: Sequence[int]) -> SharedMemory:
         """The segment of this node: made by the host and handed to the others."""
@@ -244,22 +251,13 @@ class TableRun:
     # Reading
 
     async def _read(
-        self,
-        session: Session,
-        reader: RowReader,
-        plan: LoadPlan,
-        part: TablePart,
-        buffer: HostBuffer,
-        ranges: Sequence[Rows],
+        self, session: Session, reader: RowReader, plan: LoadPlan, part: TablePart, ranges: Sequence[Rows]
     ) -> None:
         engine = self._engine
         shard = plan.catalog.shards[part.shard_id]
-        before = part.rows[0] if part.layout == "per_rank" else 0
-        lead = _lead(part) if part.layout == "shared" else 0
-        for start, stop in ranges:
-            where = FileRange(shard.path, shard.identity, part.start + start * part.row_bytes, part.name)
-            view = buffer.memoryview[lead + (start - before) * part.row_bytes : lead + (stop - before) * part.row_bytes]
-            self._readings.append(reader.begin(where, view))
+        for rows in ranges:
+            where = FileRange(shard.path, shard.identity, part.start + rows[0] * part.row_bytes, part.name)
+            self._readings.append(reader.begin(where, self._view(part, rows)))
         for reading in self._readings:
             while not await reading.ended_within(_REPORT_EVERY_S):
                 session.report_progress(f"{sum(one.done_bytes for one in self._readings)} bytes of '{part.name}' read")
@@ -267,6 +265,21 @@ class TableRun:
         await engine.in_thread(
             lambda: engine.handles.verify(shard.path, shard.identity), what=f"looking at {shard.path} again"
         )
+
+    def _view(self, part: TablePart, rows: Rows) -> memoryview:
+        """Where rows of the whole table lie in this rank's memory."""
+        before, lead = (part.rows[0], 0) if part.layout == "per_rank" else (0, _lead(part))
+        start, stop = (lead + (row - before) * part.row_bytes for row in rows)
+        return self._memory_of_table().memoryview[start:stop]
+
+    def _memory_of_table(self) -> HostBuffer:
+        assert self._buffer is not None
+        return self._buffer
+
+    def _pin(self, policy: PinPolicy) -> bool:
+        """Whether the memory is page-locked; none at all, of a rank without rows, is where any would be."""
+        buffer = self._memory_of_table()
+        return policy.pin(buffer) if buffer.nbytes else policy.active
 
     # Leaving
 
@@ -313,11 +326,6 @@ class TableRun:
         await self._engine.after_the_rest(close, within_s=self._engine.config.agreement.grace_s)
 
 
-def _pin(policy: PinPolicy, buffer: HostBuffer) -> bool:
-    """Whether the memory is page-locked; none at all, of a rank without rows, is where any would be."""
-    return policy.pin(buffer) if buffer.nbytes else policy.active
-
-
 def _own_memory(part: TablePart) -> HostBuffer:
     """Memory that this rank's rows can be read into past the page cache, if the file's alignment allows it at all."""
     start = part.start + part.rows[0] * part.row_bytes
@@ -331,10 +339,14 @@ def _lead(part: TablePart) -> int:
     return lead if lead % part.itemsize == 0 else 0
 
 
-def _tensor(part: TablePart, buffer: HostBuffer) -> torch.Tensor:
+def _dtype(part: TablePart) -> torch.dtype:
     dtype = torch_dtype(part.dtype_code)
     if dtype is None:
         raise LoaderError(f"torch has no type for '{part.name}' ({part.dtype_code})", tensor=part.name)
+    return dtype
+
+
+def _tensor(part: TablePart, dtype: torch.dtype, buffer: HostBuffer) -> torch.Tensor:
     if part.layout == "shared":
         return tensor_view(buffer.tensor, _lead(part), dtype, part.shape)
     return tensor_view(buffer.tensor, 0, dtype, (part.rows[1] - part.rows[0], *part.shape[1:]))
