@@ -111,6 +111,12 @@ class FaultyFile:
         views[0][0] ^= 1
         return count
 
+    def cached_bytes(self, offset: int, nbytes: int) -> int | None:
+        return self._file.cached_bytes(offset, nbytes)
+
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        self._file.drop_cached(offset, nbytes)
+
     def close(self) -> None:
         self._file.close()
 
@@ -120,8 +126,8 @@ def payload_fault(fault: Fault) -> Iterator[None]:
     """Puts a fault into every file that is opened meanwhile."""
     opened = local.LocalStorage.open
 
-    def open_faulty(self: local.LocalStorage, path: str) -> Any:
-        return FaultyFile(opened(self, path), path, fault)
+    def open_faulty(self: local.LocalStorage, path: str, *, direct: bool = False) -> Any:
+        return FaultyFile(opened(self, path, direct=direct), path, fault)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local.LocalStorage, "open", open_faulty)
