@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loader_service.agreement.group import Rendezvous as Rendezvous
+    from loader_service.batches import Batch as Batch
+    from loader_service.batches import Piece as Piece
     from loader_service.config.schema import ServiceConfig as ServiceConfig
     from loader_service.config.yaml_file import aload_config as aload_config
     from loader_service.config.yaml_file import config_from_dict as config_from_dict
@@ -43,16 +45,15 @@ if TYPE_CHECKING:
     from loader_service.service import LoaderService as LoaderService
     from loader_service.service import host_resident_weights as host_resident_weights
     from loader_service.service import iter_weights as iter_weights
-    from loader_service.stream import Batch as Batch
     from loader_service.stream import BlockingLoad as BlockingLoad
     from loader_service.stream import Load as Load
-    from loader_service.stream import Piece as Piece
     from loader_service.tables import HostTable as HostTable
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "agreement.group": ("Rendezvous",),
+    "batches": ("Batch", "Piece"),
     "config.schema": ("ServiceConfig",),
     "config.yaml_file": ("aload_config", "config_from_dict", "load_config"),
     "errors": (
@@ -75,7 +76,7 @@ _HOMES = {
     "report": ("LoadReport", "PolicyOutcome"),
     "rows": ("RowSource",),
     "service": ("BlockingLoaderService", "LoaderService", "host_resident_weights", "iter_weights"),
-    "stream": ("Batch", "BlockingLoad", "Load", "Piece"),
+    "stream": ("BlockingLoad", "Load"),
     "tables": ("HostTable",),
 }
 _ABSENT = {

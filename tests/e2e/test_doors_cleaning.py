@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,8 @@ class StickyStorage(LocalStorage):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def open(self, path: str):  # type: ignore[no-untyped-def]
-        inner, error = super().open(path), self._error
+    def open(self, path: str, *, direct: bool = False) -> Any:
+        inner, error = super().open(path, direct=direct), self._error
 
         class Sticky:
             identity = inner.identity

@@ -32,7 +32,7 @@ def test_a_batch_whose_event_cannot_be_recorded_is_written_off(
         with pytest.raises(RuntimeError, match="device lost"), service.open("target") as load:
             pools.append(service._opened()[1]._pool)
             batch = next(load.batches())
-            monkeypatch.setattr("loader_service.stream.current_device_event", record)
+            monkeypatch.setattr("loader_service.batches.current_device_event", record)
             with batch:
                 pass
         batch.release()  # a second time without effect

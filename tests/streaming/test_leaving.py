@@ -333,7 +333,7 @@ def test_a_generator_that_the_collector_ends_on_the_services_thread(checkpoint: 
 async def test_system_exit_in_a_thread_reaches_the_consumer(
     checkpoint: Checkpoint, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leave(*_: object) -> object:
+    def leave(*_: object, **__: object) -> object:
         raise SystemExit("from a library below")
 
     storage = LocalStorage()
@@ -364,14 +364,6 @@ def test_a_forked_child_is_told_to_open_its_own_service(checkpoint: Checkpoint) 
             assert answers.read().startswith(b"StateError: the service was opened before a fork")
         os.waitpid(child, 0)
         assert len(list(service.iter_weights("target"))) == len(checkpoint.tensors)
-
-
-async def test_what_this_version_does_not_have_says_so(checkpoint: Checkpoint) -> None:
-    async with ls.LoaderService(checkpoint.config(), "solo") as service:
-        with pytest.raises(ls.ConfigError, match="does not have host tables"):
-            service.host_table("target", "table.weight")
-    with pytest.raises(AttributeError, match="does not have host-resident tables"):
-        ls.RowSource  # noqa: B018
 
 
 async def test_closing_the_service_leaves_an_open_load(checkpoint: Checkpoint) -> None:
