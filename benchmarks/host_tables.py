@@ -48,13 +48,15 @@ RANKS = (1, 2, 4)
 RING_BYTES = RING_READS_A_PROCESS * limits.CHUNK_BYTES
 SPARE_DISK_BYTES = 1 * GIB
 
-MAPPED, HUGE, TORCH = "mapped_copy", "buffered_into_huge", "buffered_into_torch"
+MAPPED, MAPPED_TORCH = "mapped_into_huge", "mapped_into_torch"
+HUGE, TORCH = "buffered_into_huge", "buffered_into_torch"
 OURS, SHARED = "ours_per_rank", "ours_shared"
 DIRECT, THROUGH = "ring_direct", "ring_buffered"
 LABELS = {
     OURS: "host_table, per_rank",
     SHARED: "host_table, shared",
     MAPPED: "(a) memory-mapped copy",
+    MAPPED_TORCH: "(a) into torch.empty",
     HUGE: "(b) 8 threads, preadv",
     TORCH: "(b) into torch.empty",
     DIRECT: "(d) limit: O_DIRECT rings",
@@ -196,7 +198,11 @@ def targets_of(all_series: Sequence[Series]) -> list[Target]:
             found.append(Target(f"cold, 4 ranks, of {LABELS[other]}", mine / its, least))
     for ranks in sorted({each.ranks for each in all_series}):
         mine = speed.get(("warm", ranks, OURS))
-        others = [value for other in (MAPPED, HUGE, TORCH) if (value := speed.get(("warm", ranks, other))) is not None]
+        others = [
+            value
+            for other in (MAPPED, MAPPED_TORCH, HUGE, TORCH)
+            if (value := speed.get(("warm", ranks, other))) is not None
+        ]
         if mine is not None and others:
             found.append(Target(f"warm, {ranks} ranks, of the better of (a) and (b)", mine / max(others), 1.0))
     return found

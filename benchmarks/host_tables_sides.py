@@ -157,14 +157,32 @@ def compare(path: Path, start: int, found: memoryview) -> str:
 # (a), (b)
 
 
-def mapped_copy(seat: Seat) -> None:
+Allocate = Callable[[int], torch.Tensor]
+
+
+def _huge(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(huge_buffer(nbytes), dtype=torch.uint8)
+
+
+def _of_torch(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def mapped_into_huge(seat: Seat) -> None:
+    _mapped(seat, _huge)
+
+
+def mapped_into_torch(seat: Seat) -> None:
+    _mapped(seat, _of_torch)
+
+
+def _mapped(seat: Seat, allocate: Allocate) -> None:
     """The rows copied out of the memory-mapped tensor. Threads as a launcher gives them: the cores shared out."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // seat.rank.world_size))
     start, stop = seat.rows
 
     def work() -> torch.Tensor:
-        memory = huge_buffer(max(1, (stop - start) * ROW_BYTES))
-        destination = torch.frombuffer(memory, dtype=torch.float8_e4m3fn).view(-1, ROW_BYTES)
+        destination = allocate((stop - start) * ROW_BYTES).view(torch.float8_e4m3fn).view(-1, ROW_BYTES)
         with safe_open(seat.table.path, framework="pt", device="cpu") as file:
             destination.copy_(file.get_slice(TABLE)[start:stop])
         return destination
@@ -174,14 +192,14 @@ def mapped_copy(seat: Seat) -> None:
 
 
 def buffered_into_huge(seat: Seat) -> None:
-    _buffered(seat, lambda nbytes: torch.frombuffer(huge_buffer(nbytes), dtype=torch.uint8))
+    _buffered(seat, _huge)
 
 
 def buffered_into_torch(seat: Seat) -> None:
-    _buffered(seat, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    _buffered(seat, _of_torch)
 
 
-def _buffered(seat: Seat, allocate: Callable[[int], torch.Tensor]) -> None:
+def _buffered(seat: Seat, allocate: Allocate) -> None:
     start, stop = seat.bytes_in_file
 
     def work() -> torch.Tensor:
@@ -290,7 +308,8 @@ def _ring(seat: Seat, *, direct: bool, threads: int) -> None:
 SIDES: dict[str, Callable[[Seat], None]] = {
     side.__name__: side
     for side in (
-        mapped_copy,
+        mapped_into_huge,
+        mapped_into_torch,
         buffered_into_huge,
         buffered_into_torch,
         ours_per_rank,
