@@ -42,7 +42,7 @@ from loader_service.sources import held_alone
 log = logging.getLogger("loader_service.tables")
 
 _FINAL = "the ranks' verdict ended the table"
-_REPORT_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +259,10 @@ class TableRun:
             where = FileRange(shard.path, shard.identity, part.start + rows[0] * part.row_bytes, part.name)
             self._readings.append(reader.begin(where, self._view(part, rows)))
         for reading in self._readings:
-            while not await reading.ended_within(_REPORT_EVERY_S):
+            while not await reading.ended_within(_LOOK_EVERY_S):
                 session.report_progress(f"{sum(one.done_bytes for one in self._readings)} bytes of '{part.name}' read")
+                for one in self._readings:  # the others hear of it before what still runs has come back
+                    one.raise_error()
             reading.raise_error()
         await engine.in_thread(
             lambda: engine.handles.verify(shard.path, shard.identity), what=f"looking at {shard.path} again"

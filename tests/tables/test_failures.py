@@ -209,6 +209,37 @@ async def test_the_others_reads_stop_when_one_rank_fails(checkpoint: Checkpoint,
     assert [read.nbytes for read in reads] == [200], "one chunk of nine"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_the_others_hear_of_a_failure_before_the_failed_rank_has_cleaned_up(
+    checkpoint: Checkpoint, layout: str
+) -> None:
+    """One of its reads fails while another does not come back."""
+    seats = make_seats(2)
+    start, stop = rows_range(checkpoint, WEIGHT, shares("equal", 2)[0])
+    path = place_of(checkpoint, WEIGHT)[0]
+    gate = seats[0].storage.block(path, within=(start, start + 1))
+    seats[0].storage.fail(path, errno.EIO, within=(stop - 1, stop), times=None)
+    settings = config_of(checkpoint, rules(layout), 2, reads={**BUFFERED, "threads": 2})
+    told = asyncio.Event()
+
+    async def work(seat: Seat) -> Result:
+        async with service_of(seat, settings) as service:
+            filling = asyncio.ensure_future(fill(service))
+            if seat.rank == 1:
+                await filling
+                told.set()
+            else:
+                await told.wait()
+                assert not filling.done(), "its own read has not come back"
+                gate.release()
+            return await filling
+
+    (first,), (second,) = values(await all_of(seats, work))
+    assert isinstance(first, ls.ReadError)
+    assert isinstance(second, ls.RankFailure)
+    assert second.rank == 0
+
+
 async def test_a_host_that_lets_go_without_a_word_is_given_up(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
