@@ -1,18 +1,25 @@
-"""What ranks agree on in each phase: the digest that is compared, the body behind it, and a difference in words."""
+"""What ranks agree on in each phase: the digest that is compared, the body behind it, and a difference in words.
+
+Also how a rank's exception becomes what the others are told, and how it gets the common verdict.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import json
 from collections.abc import Mapping
 from typing import cast
 
-from loader_service.agreement.messages import JSON, Describe, Detail, Phase, PhaseRecord
+from loader_service.agreement.messages import JSON, Describe, Detail, Phase, PhaseRecord, error_of
+from loader_service.agreement.session import Session
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.differences import Row, describe_difference, describe_tensor_difference
+from loader_service.checkpoint.refusal import shown
 from loader_service.config.normalised import describe_config_difference, normalised
 from loader_service.config.schema import ServiceConfig
+from loader_service.errors import AgreementError, LoadCancelledError, LoaderError, RankFailure, text_of
 from loader_service.planning.plan import PLANNER_VERSION, LoadPlan
 
 
@@ -47,26 +54,37 @@ def plan_record(plan: LoadPlan) -> PhaseRecord:
     return PhaseRecord(digest=plan.digest, body=lambda: body)
 
 
+_WHO = ("the first", "the second")  # of the two ranks that the verdict names before this
+
+
 def _config_difference(a: JSON, b: JSON) -> str:
-    found = describe_config_difference(cast(Mapping[str, object], a), cast(Mapping[str, object], b))
+    first, second = cast(Mapping[str, object], a), cast(Mapping[str, object], b)
+    versions = [side.get("planner") for side in (first, second)]
+    if versions[0] != versions[1]:  # everything else may differ in consequence
+        which = f"they run versions {versions[0]} and {versions[1]} of the planner"
+        return f"{which}: install the same version of the loader on all ranks"
+    found = describe_config_difference(first, second)
     return f"the configurations differ: {found}" if found else "the configurations differ in a way that has no name"
 
 
 def _catalog_difference(a: JSON, b: JSON) -> str | Detail:
     rows_a, rows_b = cast("list[Row]", a), cast("list[Row]", b)
     for row_a, row_b in zip(rows_a, rows_b, strict=False):
-        if row_a[:2] == row_b[:2] and row_a[2] != row_b[2]:
+        if row_a[:2] == row_b[:2] and row_a[2:] != row_b[2:]:
             shard = str(row_a[0])
-            return Detail(shard, functools.partial(_header_difference, shard))
+            return Detail(shard, functools.partial(_tensor_difference, shard, same_header=row_a[2] == row_b[2]))
         if row_a != row_b:
             break
-    found = describe_difference(rows_a, rows_b)
-    return f"the checkpoints differ: {found}" if found else "the checkpoints differ: their index files decide otherwise"
+    found = describe_difference(rows_a, rows_b, who=_WHO)
+    return f"the checkpoints differ: {found}" if found else "the checkpoints differ in a way that has no name"
 
 
-def _header_difference(shard: str, a: JSON, b: JSON) -> str:
-    found = describe_tensor_difference(cast("list[Row]", a), cast("list[Row]", b))
-    where = f"the headers of shard '{shard}' differ"
+def _tensor_difference(shard: str, a: JSON, b: JSON, *, same_header: bool) -> str:
+    """Shards of one name and size: other headers, or equal ones of which an index file leaves out other tensors."""
+    found = describe_tensor_difference(cast("list[Row]", a), cast("list[Row]", b), who=_WHO)
+    if same_header:
+        return f"their index files choose otherwise between copies in shard {shown(shard)} and elsewhere: {found}"
+    where = f"the headers of shard {shown(shard)} differ"
     return f"{where}: {found}" if found else f"{where} in metadata or spelling, not in tensors"
 
 
@@ -79,3 +97,34 @@ DESCRIBE: Mapping[Phase, Describe] = {
     Phase.CATALOG: _catalog_difference,
     Phase.PLAN: _plan_difference,
 }
+
+
+def as_reported(error: BaseException) -> BaseException:
+    """What the other ranks are told: cancellation and interrupts, by whatever name, are one cause to them."""
+    if isinstance(error, Exception):
+        return error
+    text, name = text_of(error), type(error).__name__
+    if isinstance(error, asyncio.CancelledError):
+        return LoadCancelledError(f"the load was cancelled ({name})" if text == name else text)
+    return LoadCancelledError(f"interrupted by {name}" if text == name else f"interrupted by {name} ({text})")
+
+
+def attach_verdict(error: BaseException, session: Session, phase: Phase) -> None:
+    """Completes a rank's own exception: where it happened and, among several ranks, a note with what all of them found.
+
+    The note's text is that of the RankFailure that the other ranks raise, also where this rank is the cause. An error
+    that is itself the verdict gets none, nor does any after a success of all ranks.
+    """
+    if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
+        error.rank = session.rank if getattr(error, "rank", None) is None else error.rank
+        error.phase = phase.value if getattr(error, "phase", None) is None else error.phase
+    if session.world_size == 1 or session.succeeded:
+        return
+    if session.final is None:
+        note = "outcome unknown: the other ranks were told, but no verdict came back in time"
+    else:
+        note = f"verdict of all ranks: {error_of(session.final)}"
+        if isinstance(error, RankFailure | AgreementError) and text_of(error) in note:
+            return
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

@@ -6,6 +6,7 @@ Every error names what happened, where (rank, phase, path, tensor, errno) and wh
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -179,20 +180,44 @@ def error_from_record(record: FailureRecord) -> LoaderError:
     )
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says, or its class's name. Classes of the caller's own may fail even at that."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # noqa: BLE001 - whatever it is, it must not stop the news of the failure
+        return f"{type(error).__name__}, which cannot be put into words"
+
+
 def record_of(error: BaseException, *, rank: int | None = None, phase: str | None = None) -> FailureRecord:
-    """A record for any exception; `rank` and `phase` fill what the error itself does not say."""
+    """A record for any exception; `rank` and `phase` fill what the error itself does not say. Never raises.
+
+    Exceptions may be of the caller's own making and hold anything: only texts and numbers get into the record.
+    """
+    name = type(error).__name__
     if isinstance(error, LoaderError):
-        own = error.record()
+        try:
+            own = error.record()
+        except Exception:  # noqa: BLE001 - a subclass that does not call LoaderError's __init__
+            return FailureRecord(name, text_of(error), rank, phase)
         return FailureRecord(
             own.error,
-            own.message,
+            str(own.message) or text_of(error),
             rank if own.rank is None else own.rank,
             phase if own.phase is None else own.phase,
-            own.path,
-            own.tensor,
-            own.errno,
+            _text(own.path),
+            _text(own.tensor),
+            _number(own.errno),
         )
-    message = str(error) or type(error).__name__
-    errno = error.errno if isinstance(error, OSError) else None
-    path = str(error.filename) if isinstance(error, OSError) and error.filename is not None else None
-    return FailureRecord(type(error).__name__, message, rank, phase, path, None, errno)
+    errno = _number(error.errno) if isinstance(error, OSError) else None
+    path = _text(error.filename) if isinstance(error, OSError) else None
+    return FailureRecord(name, text_of(error), rank, phase, path, None, errno)
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return os.fsdecode(value) if isinstance(value, bytes | os.PathLike) else str(value)

@@ -1,20 +1,26 @@
-"""What carries messages between ranks: the small protocol, the carrier for one rank alone, and one in memory.
+"""What carries messages between ranks: the small protocol, and the carrier for one rank alone.
 
-`store_carrier.StoreCarrier` is the third, over a torch.distributed store.
+`memory_carrier.MemoryCarrier` and `store_carrier.StoreCarrier`, over a torch.distributed store, are the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from loader_service.agreement.codec import decode_entry, encode_entry
-from loader_service.agreement.messages import Entry, MessageError, Verdict, entry_key, status_key
-from loader_service.agreement.protocol import LEADER, Collected, Incoming, LogEntry, Lost, Statuses
+from loader_service.agreement.messages import Entry, MessageError, Verdict
+from loader_service.agreement.protocol import LEADER, Collected, Incoming, LogEntry, Statuses
 
 
 class Carrier(Protocol):
     """One rank's way to the board of one session. No method blocks; all are called on the session's loop.
+
+    What is written is not lost unless the carrier is, for good, which is told as `Lost`. A wake-up may be lost, as on a
+    connection that the network has forgotten: of a log entry, of a collection, of the alarm. Each heartbeat makes up
+    for it: it reads the statuses, the log from where it was last received, and on the leader what is collected. So
+    everything is received one heartbeat later at the worst, maybe more than once: a log entry at any time, statuses
+    only in the order in which they were asked for.
 
     `receive` may be called from any thread, never after `stop` has finished. `status` may be called from any thread.
     """
@@ -108,199 +114,3 @@ class SoloCarrier:
         if self._wanted and all(key in self._values for key in self._wanted):
             keys, self._wanted = self._wanted, ()
             self._receive(Collected(keys, tuple(self._values[key] for key in keys)))
-
-
-class Schedule(Protocol):
-    """A clock and its timers: an event loop's, or virtual time."""
-
-    def time(self) -> float: ...
-
-    def call_later(self, delay: float, callback: Callable[[], None]) -> object: ...
-
-
-class MemoryBoard:
-    """The board of one session in memory, for ranks that are simulated or share one loop.
-
-    Every step of a message takes `delay()` seconds (random in tests), and each carrier's messages keep their order, as
-    a store's do. `posts` and `sent_bytes` count what each rank sent, heartbeats apart.
-    """
-
-    def __init__(self, world_size: int, schedule: Schedule, *, delay: Callable[[], float] = lambda: 0.0) -> None:
-        self.schedule = schedule
-        self.delay = delay
-        self.values: dict[str, bytes] = {}
-        self.carriers: dict[int, MemoryCarrier] = {}
-        self.world_size = world_size
-        self.posts = [0] * world_size
-        self.sent_bytes = [0] * world_size
-        self._wishes: dict[str, list[Callable[[], None]]] = {}
-
-    def carrier(self, rank: int, *, heartbeat_s: float) -> MemoryCarrier:
-        carrier = MemoryCarrier(self, rank, heartbeat_s)
-        self.carriers[rank] = carrier
-        return carrier
-
-    def set(self, key: str, data: bytes) -> None:
-        self.values[key] = data
-        for wish in self._wishes.pop(key, ()):
-            wish()
-
-    def when_all(self, keys: Sequence[str], callback: Callable[[], None]) -> None:
-        """Calls back once every key is there. One missing key is watched at a time: O(keys) in total."""
-        for key in keys:
-            if key not in self.values:
-                self._wishes.setdefault(key, []).append(lambda: self.when_all(keys, callback))
-                return
-        callback()
-
-
-class MemoryCarrier:
-    """One rank's way to a `MemoryBoard`. `kill` and `freeze`/`thaw` do to it what signals do to a process."""
-
-    host_rank: int | None = None
-    where = "in memory"
-
-    def __init__(self, board: MemoryBoard, rank: int, heartbeat_s: float) -> None:
-        self._board = board
-        self._rank = rank
-        self._heartbeat_s = heartbeat_s
-        self._out_at_s = 0.0
-        self._in_at_s = 0.0
-        self._started = False
-        self._alive = True
-        self._frozen: list[Callable[[], None]] | None = None
-        self._wanted: tuple[str, ...] = ()
-        self._looking_s = heartbeat_s
-
-    def start(self, receive: Callable[[Incoming], None], status: Callable[[], bytes]) -> None:
-        self._receive = receive
-        self._status = status
-        self._started = True
-        self._beat()
-        self._follow(0)
-
-    def post(self, key: str, data: bytes) -> None:
-        self._send(lambda: self._board.set(key, data), len(data))
-        self._send(self._show, 0)
-
-    def post_last(self, key: str, data: bytes) -> None:
-        self.post(key, data)
-
-    def publish(self, entry: Entry) -> None:
-        data = encode_entry(entry)
-        key = entry_key(entry.sequence)
-
-        def compare_and_set() -> None:
-            if key not in self._board.values:
-                self._board.set(key, data)
-            self._tell(LogEntry(entry.sequence, self._board.values[key]))
-
-        self._send(compare_and_set, len(data))
-
-    def last_words(self, entry: Entry) -> None:
-        self.publish(entry)
-
-    def collect(self, keys: tuple[str, ...]) -> None:
-        self._wanted = keys
-
-        def collected() -> None:
-            if self._wanted == keys:
-                self._tell(Collected(keys, tuple(self._board.values[key] for key in keys)))
-
-        self._send(lambda: self._board.when_all(keys, collected), 0)
-
-    def urge(self) -> None:
-        self._send(self._show, 0)
-        self._send(self._alarm, 0)
-
-    def stalled_s(self, now_s: float) -> float:  # noqa: ARG002
-        return 0.0
-
-    def stop(self, *, tidy: bool, stopped: Callable[[], None]) -> None:  # noqa: ARG002 - the board goes with its ranks
-        def end() -> None:
-            self._alive = False
-            stopped()
-
-        self._send(end, 0)
-
-    def kill(self) -> None:
-        """The rank is gone between two instructions; what it sent before still arrives."""
-        self._alive = False
-
-    def freeze(self) -> None:
-        if self._frozen is None:
-            self._frozen = []
-
-    def thaw(self) -> None:
-        held, self._frozen = self._frozen or [], None
-        for callback in held:
-            self._run(callback)
-
-    def lose(self, reason: str) -> None:
-        """The connection to the board breaks: the rank lives, but nothing goes out or comes in any more."""
-        self._alive = False
-        self._board.schedule.call_later(0.0, lambda: self._receive(Lost(reason)))
-
-    # -- this rank's side of time
-
-    def _run(self, callback: Callable[[], None]) -> None:
-        if self._frozen is not None:
-            self._frozen.append(callback)
-        elif self._alive:
-            callback()
-
-    def _send(self, action: Callable[[], None], size_bytes: int) -> None:
-        if not self._alive:
-            return
-        if size_bytes:
-            self._board.posts[self._rank] += 1
-            self._board.sent_bytes[self._rank] += size_bytes
-        now_s = self._board.schedule.time()
-        self._out_at_s = max(self._out_at_s, now_s + self._board.delay())
-        self._board.schedule.call_later(self._out_at_s - now_s, action)
-
-    def _tell(self, incoming: Incoming) -> None:
-        now_s = self._board.schedule.time()
-        self._in_at_s = max(self._in_at_s, now_s + self._board.delay())
-        self._board.schedule.call_later(self._in_at_s - now_s, lambda: self._run(lambda: self._receive(incoming)))
-
-    def _follow(self, sequence: int) -> None:
-        def there() -> None:
-            data = self._board.values[entry_key(sequence)]
-            self._tell(LogEntry(sequence, data))
-            if not ends_log(data):
-                self._follow(sequence + 1)
-
-        self._board.when_all((entry_key(sequence),), there)
-
-    def _show(self) -> None:
-        self._board.set(status_key(self._rank), self._status())
-
-    def _alarm(self) -> None:
-        if LEADER in self._board.carriers:
-            self._board.carriers[LEADER].look_often()
-
-    def look_often(self) -> None:
-        """There is a FAIL to see: the leader looks now, and often from now on."""
-        often_s = self._heartbeat_s / 20
-        if self._started and self._looking_s != often_s:
-            self._looking_s = often_s
-            self._look_again()
-
-    def _look_again(self) -> None:
-        if self._alive:
-            self._run(self._look)
-            self._board.schedule.call_later(self._looking_s, self._look_again)
-
-    def _beat(self) -> None:
-        if not self._alive:
-            return
-        if self._frozen is None:
-            self._send(self._show, 0)
-            self._look()
-        self._board.schedule.call_later(self._heartbeat_s, self._beat)
-
-    def _look(self) -> None:
-        ranks = range(self._board.world_size) if self._rank == LEADER else (LEADER,)
-        asked_at_s = self._board.schedule.time()
-        self._tell(Statuses({rank: self._board.values.get(status_key(rank), b"") for rank in ranks}, asked_at_s))

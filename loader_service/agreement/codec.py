@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 
 from loader_service.agreement.messages import (
     ACTIONS,
@@ -19,6 +20,7 @@ from loader_service.agreement.messages import (
     MAX_RECORD_BYTES,
     MAX_STATUS_BYTES,
     OUTCOMES,
+    PROTOCOL_VERSION,
     BodyRequest,
     Entry,
     Failure,
@@ -33,7 +35,8 @@ from loader_service.agreement.messages import (
 from loader_service.errors import FailureRecord
 
 
-def _dump(value: object, limit_bytes: int, what: str) -> bytes:
+def _dump(value: Mapping[str, object], limit_bytes: int, what: str) -> bytes:
+    value = {"protocol": PROTOCOL_VERSION, **value}
     try:
         data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -112,6 +115,10 @@ def _load(data: bytes, limit_bytes: int, what: str) -> dict[str, object]:
         raise MessageError(f"{what} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise MessageError(f"{what} is not a JSON object")
+    version = value.pop("protocol", None)
+    if version != PROTOCOL_VERSION and value.get("action") != "final":
+        found = f"version {str(version)[:20]}" if version is not None else "no version"
+        raise MessageError(f"{what} is in {found} of the protocol, this rank speaks version {PROTOCOL_VERSION}")
     return value
 
 

@@ -17,10 +17,11 @@ from loader_service.agreement.protocol import LEADER, AgreementSettings, Limits
 from loader_service.agreement.session import Session
 from loader_service.agreement.store_carrier import StoreCarrier
 from loader_service.agreement.store_clients import ClientPool, Meeting, Store, pool_at
-from loader_service.errors import ConfigError
+from loader_service.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 _PREFIX = "loader_service"
 _SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
@@ -34,17 +35,23 @@ class Rendezvous:
     `store_or_address` is a torch.distributed `Store`, or "host:port". At an address rank 0 starts the store's server,
     which then lives as long as its process, unless `served` says that somebody else (an agent) serves there already.
     `nonce` names the meeting: the same on all its ranks, another one for each other group of ranks in the same store.
+    An IPv6 address stands in brackets: "[::1]:29500".
     """
 
-    store_or_address: Store | str
+    store_or_address: TorchStore | Store | str
     rank: int
     world_size: int
     nonce: str
     served: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in (("rank", self.rank), ("world_size", self.world_size)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"Rendezvous: {name} is {value!r}, which is no number")
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ConfigError(f"Rendezvous: rank {self.rank} is not one of {self.world_size} ranks (0 to n-1)")
+        if not isinstance(self.nonce, str) or not self.nonce:
+            raise ConfigError(f"Rendezvous: the nonce is {self.nonce!r}; it must be a text that names the meeting")
         if isinstance(self.store_or_address, str):
             _split_address(self.store_or_address)
 
@@ -55,9 +62,8 @@ GroupChoice: TypeAlias = "ProcessGroup | Rendezvous | Literal['solo'] | None"
 class Group:
     """The ranks that act together, as one of them sees them. Sessions follow one another, in one order on all ranks.
 
-    Nothing is connected before the first session starts. A group counts its sessions, and the store counts each rank's
-    groups of one nonce, so that keys never meet again: every rank must open its services on one process group (or
-    nonce) in the same order.
+    Nothing is connected before the first session starts. The store counts each rank's sessions of one process group
+    (or nonce), so that keys never meet again: every rank must enter its loads there in the same order, one at a time.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Group:
         meeting: Meeting | None = None,
         host_rank: int | None = None,
         meets_at: str = "",
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -76,16 +83,14 @@ class Group:
         self._meeting = meeting
         self._host_rank = host_rank
         self._meets_at = meets_at
-        self._sessions = 0
+        self._let_go = let_go
 
     def session(self, name: str, describe: Mapping[Phase, Describe] | None = None) -> Session:
         """A new session for one load. `describe` names the first difference between two bodies, by phase (leader)."""
-        number, self._sessions = self._sessions, self._sessions + 1
         carrier: SoloCarrier | StoreCarrier = SoloCarrier()
         if self._meeting is not None:
             carrier = StoreCarrier(
                 meeting=self._meeting,
-                session=number,
                 rank=self.rank,
                 world_size=self.world_size,
                 heartbeat_s=self._limits.heartbeat_s,
@@ -100,6 +105,7 @@ class Group:
         """Drops the connections. A store's server that this process started goes on: later services meet there."""
         if self._meeting is not None:
             self._meeting.close()
+        self._let_go()
 
 
 def join_group(group: GroupChoice, *, settings: AgreementSettings, environ: Mapping[str, str] = os.environ) -> Group:
@@ -168,18 +174,47 @@ def _join_process_group(group: ProcessGroup | None, limits: Limits, environ: Map
         raise ConfigError(
             f"group= is {type(group).__name__}; it takes None, 'solo', a torch.distributed ProcessGroup or a Rendezvous"
         )
+    try:
+        members = dist.get_process_group_ranks(group)
+    except KeyError:
+        raise ConfigError("group= is a process group that was destroyed; open the service while it lives") from None
     rank, world_size = group.rank(), group.size()
     if world_size == 1:
         return Group(0, 1, limits)
-    members = dist.get_process_group_ranks(group)
     # torch's own launchers serve the store in the agent or in global rank 0; only the latter goes down with a rank.
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host_rank = members.index(0) if not agent and 0 in members and group is dist.group.WORLD else None
     nonce = f"group.{group.group_name}.{'-'.join(map(str, members)) if world_size <= 64 else world_size}"
-    pool = ClientPool(cast(Callable[[], Store], group.get_group_store))
-    place = Meeting(pool, f"{_PREFIX}/{nonce}", rank, keep=False)
-    meets_at = f"the store of process group {group.group_name!r}"
-    return Group(rank, world_size, limits, meeting=place, host_rank=host_rank, meets_at=meets_at)
+    store_of = _StoreOf(group)
+    return Group(
+        rank,
+        world_size,
+        limits,
+        meeting=Meeting(ClientPool(store_of), f"{_PREFIX}/{nonce}", rank, keep=False),
+        host_rank=host_rank,
+        meets_at=f"the store of process group {group.group_name!r}",
+        let_go=store_of.let_go,
+    )
+
+
+class _StoreOf:
+    """Gets the store of a process group, and holds the group no longer than the service needs it.
+
+    A process group ends its threads with the last reference. One that outlives `destroy_process_group` because of ours
+    (a closed service waits for the garbage collector) may still have them when the interpreter ends, which then aborts.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group: ProcessGroup | None = group
+
+    def __call__(self) -> Store:
+        group = self._group
+        if group is None:
+            raise StateError("the service is closed")
+        return cast("Store", group.get_group_store())
+
+    def let_go(self) -> None:
+        self._group = None
 
 
 def _join_rendezvous(meeting: Rendezvous, limits: Limits) -> Group:
@@ -202,7 +237,7 @@ def _join_rendezvous(meeting: Rendezvous, limits: Limits) -> Group:
         )
     if not callable(getattr(target, "clone", None)):
         raise ConfigError(f"Rendezvous: {type(target).__name__} is neither 'host:port' nor a torch Store")
-    store = target
+    store = cast(Store, target)
     place = Meeting(ClientPool(lambda: store), prefix, rank, keep=False)
     return Group(rank, world_size, limits, meeting=place, meets_at=f"a {type(target).__name__} given to Rendezvous")
 
@@ -234,6 +269,10 @@ def _refuse_unconnected_ranks(environ: Mapping[str, str]) -> None:
 
 def _split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"Rendezvous: {address!r} is not an address like 'host:29500'")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    brackets = bare != host
+    if not colon or not bare or (":" in bare) != brackets or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"Rendezvous: {address!r} is not an address like 'host:29500' or '[::1]:29500'")
+    if not 0 < int(port) < 65536:
+        raise ConfigError(f"Rendezvous: {address!r} is not an address: ports are 1 to 65535")
+    return bare, int(port)

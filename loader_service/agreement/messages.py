@@ -16,6 +16,10 @@ from loader_service.errors import AgreementError, FailureRecord, LoaderError, Ra
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
+PROTOCOL_VERSION = 1
+"""In every message: raised when messages or phases change, so that ranks of mixed versions end with a clear cause. The
+FINAL verdict is read whatever its version says: its fields never change, so that every rank can read why it ends."""
+
 MAX_STATUS_BYTES = 128 << 10  # a failure with long texts, each character escaped
 MAX_RECORD_BYTES = 128 << 10
 MAX_ENTRY_BYTES = 32 << 20  # what 1,000 ranks had to list
@@ -25,10 +29,12 @@ MAX_MESSAGE_CHARS = 4_000
 MAX_NAME_CHARS = 1_000
 MAX_PROGRESS_CHARS = 200
 
-FailureKind = Literal["error", "disagreement", "died", "timeout", "cancelled"]
+FailureKind = Literal["error", "disagreement", "died", "timeout", "consequence", "cancelled"]
 Action = Literal["go", "retry", "final"]
 Outcome = Literal["ok", "retry"]
-FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "disagreement", "died", "timeout", "cancelled")
+FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "disagreement", "died", "timeout", "consequence", "cancelled")
+FOLLOWING_KINDS: frozenset[FailureKind] = frozenset({"consequence", "cancelled"})
+"""What follows from something that has happened elsewhere, more likely than not."""
 OUTCOMES: tuple[Outcome, ...] = ("ok", "retry")
 ACTIONS: tuple[Action, ...] = ("go", "retry", "final")
 

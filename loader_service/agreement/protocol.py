@@ -14,10 +14,12 @@ from loader_service.agreement.messages import Entry, Failure, Status
 from loader_service.errors import FailureRecord
 
 HEARTBEAT_S = 1.0
+LOOKS_A_BEAT = 2  # of the leader at all statuses: a rank's silence is then known half a heartbeat after it began
 SUSPECT_S = 5.0
 CHOICE_WINDOW_S = 0.75  # within the second that an explicit failure may take to reach everyone
 
 LEADER = 0
+SAME_VERSION_HINT = "do all ranks run the same version of the loader?"
 NO_ARRIVAL_HINT = "start it, or see that it can reach the others (GLOO_SOCKET_IFNAME, MASTER_ADDR, firewall)"
 
 
@@ -187,13 +189,17 @@ class Lookout:
         self.watches = {rank: Watch(now_s) for rank in ranks}
         self._limits = limits
         self._looked_at_s = now_s
+        self._gap = (0.0, now_s)  # for how long it did not look, where that was too long, and when it looked again
 
     def look(self, statuses: dict[int, Status], asked_at_s: float, now_s: float) -> list[Warn]:
         """Takes in what the ranks say of themselves. Returns a warning for each rank that has become suspect."""
-        unseen_s = max(asked_at_s - self._looked_at_s, now_s - asked_at_s)
+        # Several answers that were held up come at one time, which counts once.
+        unseen_s = max(asked_at_s - self._looked_at_s, now_s - max(asked_at_s, self._looked_at_s))
         if unseen_s > self._limits.suspect_s:
             for watch in self.watches.values():
                 watch.forgive(unseen_s)
+        if unseen_s > self._limits.timeout_s:
+            self._gap = (unseen_s, now_s)
         self._looked_at_s = now_s
         warnings = []
         for rank, watch in self.watches.items():
@@ -213,10 +219,16 @@ class Lookout:
             if watch.heard and asked_at_s - watch.beat_at_s > self._limits.timeout_s
         ]
 
+    def own_silence_s(self, rank: int) -> float:
+        """For how long this process itself stood still, if `rank` was gone when it went on; else 0."""
+        gap_s, looked_again_at_s = self._gap
+        soon_s = looked_again_at_s + MISSED_BEATS * self._limits.heartbeat_s
+        return gap_s if self.watches[rank].beat_at_s <= soon_s else 0.0
+
 
 # -- what is the cause ------------------------------------------------------------------------------------------------
 
-_PRECEDENCE = {"error": 0, "disagreement": 0, "died": 1, "timeout": 2, "cancelled": 3}
+_PRECEDENCE = {"error": 0, "disagreement": 0, "died": 1, "timeout": 2, "consequence": 3, "cancelled": 4}
 
 
 def last_progress(progress: str) -> str:
@@ -225,7 +237,8 @@ def last_progress(progress: str) -> str:
 
 
 def choose_cause(failures: dict[int, Failure]) -> Failure:
-    """The root cause before its consequences: own error, then died, timed out, cancelled; of equals the lowest rank."""
+    """The root cause before its consequences: own error, then died, timed out, a consequence of something elsewhere,
+    cancelled; of equals the lowest rank."""
     rank = min(failures, key=lambda rank: (_PRECEDENCE[failures[rank].kind], rank))
     return failures[rank]
 
@@ -246,9 +259,9 @@ def out_of_reach(lost: Lost, phase: str, *, rank: int, host_rank: int | None, wh
     return Failure("died", FailureRecord("LostStore", text, None if rank == LEADER else LEADER, phase))
 
 
-def died_before_the_others_were_stopped(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
+def died_before_the_others_followed(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
     """A rank that has missed beats, found when the others were cancelled: a launcher stops them after a death."""
-    silence = f"no sign of life for {silent_s:.1f} s while other ranks were stopped from outside"
+    silence = f"no sign of life for {silent_s:.1f} s while other ranks were stopped or lost touch"
     text = f"{silence}; {last_progress(progress)}"
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 

@@ -22,7 +22,7 @@ from weakref import WeakSet
 from loader_service.agreement.carriers import ends_log
 from loader_service.agreement.codec import encode_entry
 from loader_service.agreement.messages import Entry, bye_key, entry_key, status_key
-from loader_service.agreement.protocol import LEADER, Collected, Incoming, LogEntry, Lost, Statuses
+from loader_service.agreement.protocol import LEADER, LOOKS_A_BEAT, Collected, Incoming, LogEntry, Lost, Statuses
 from loader_service.agreement.store_clients import Meeting, Store
 
 _FOREVER = timedelta(days=30)
@@ -48,7 +48,6 @@ class StoreCarrier:
         self,
         *,
         meeting: Meeting,
-        session: int,
         rank: int,
         world_size: int,
         heartbeat_s: float,
@@ -57,17 +56,19 @@ class StoreCarrier:
     ) -> None:
         self.host_rank = host_rank
         self._meeting = meeting
-        self._session = session
         self._rank = rank
         self._world_size = world_size
-        self._look_s = heartbeat_s
+        self._look_s = heartbeat_s / (LOOKS_A_BEAT if rank == LEADER else 1)
         self._heartbeat_s = heartbeat_s
         self.where = where
-        self._outbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: CPython's forgets its time limit if a signal arrives when the process was stopped.
+        self._outbox: queue.Queue[Job | None] = queue.Queue()
         self._wishes: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
         self._wish: tuple[str, ...] = ()
         self._keys_written: list[str] = []
-        self._log_length = 0
+        self._log_length = 0  # as far as the follower has come
+        self._caught_up = 0  # as far as heartbeats have
+        self._log_ended = threading.Event()
         self._leader_seen = rank == LEADER
         self._connected = False
         self._urgent = False
@@ -101,8 +102,14 @@ class StoreCarrier:
         self._outbox.put(self._show)
 
     def post_last(self, key: str, data: bytes) -> None:
-        self._outbox.put(self._remove_own_keys)
-        self._outbox.put(lambda store: store.set(key, data))
+        def say_bye(store: Store) -> None:
+            # What the log's thread still waits for must not be removed by the leader: it would wait for good.
+            self._log_ended.wait(_LONG_STEP_S)
+            self._remove_own_keys(store)
+            store.set(key, data)
+            self._look_s = _FOREVER.total_seconds()  # no more beats: nobody would remove them
+
+        self._outbox.put(say_bye)
 
     def publish(self, entry: Entry) -> None:
         data = encode_entry(entry)
@@ -143,7 +150,8 @@ class StoreCarrier:
         if call == self._calls_done or call != which:
             self._stalled = (call, 0.0, now_s)
         else:  # a process that was stopped itself must not hold the whole gap against the store
-            self._stalled = (call, stalled_s + min(now_s - until_s, _LONG_STEP_S), now_s)
+            step_s = min(now_s - until_s, _LONG_STEP_S, self._heartbeat_s)
+            self._stalled = (call, stalled_s + step_s, now_s)
         return self._stalled[1]
 
     def stop(self, *, tidy: bool, stopped: Callable[[], None]) -> None:
@@ -208,7 +216,7 @@ class StoreCarrier:
         if self._rank == LEADER:
             works |= {"collect": self._collect, "alarm": self._await_alarm}
         own = self._meeting.pool.borrow()
-        in_session = self._meeting.session(own, self._session)
+        in_session = self._meeting.session(own)
         if self._rank == LEADER:
             for rank in range(self._world_size):
                 in_session(own).compare_set(status_key(rank), _NOTHING, "-")
@@ -266,12 +274,21 @@ class StoreCarrier:
             self._leader_seen = self._leader_seen or store.check([status_key(LEADER)])
             value = bytes(store.get(status_key(LEADER))) if self._leader_seen else b""
             self._receive(Statuses({LEADER: b"" if value == b"-" else value}, asked_at_s))
-        sequence = self._log_length
-        if store.check([entry_key(sequence)]):
-            self._receive(LogEntry(sequence, bytes(store.get(entry_key(sequence)))))
+        self._catch_up(store)
         wish = self._wish
         if wish and not self._stopping and store.check(list(wish)):
             self._bring(wish, store)
+
+    def _catch_up(self, store: Store) -> None:
+        """The log's entries that the follower has not brought by now: its connection may be one that nobody knows."""
+        sequence = max(self._log_length, self._caught_up)
+        while store.check([entry_key(sequence)]):
+            data = bytes(store.get(entry_key(sequence)))
+            self._receive(LogEntry(sequence, data))
+            if ends_log(data):
+                break
+            sequence += 1
+        self._caught_up = sequence
 
     def _follow(self, store: Store) -> None:
         while True:
@@ -280,6 +297,7 @@ class StoreCarrier:
             data = bytes(store.get(key))
             self._receive(LogEntry(self._log_length, data))
             if ends_log(data):
+                self._log_ended.set()
                 return
             self._log_length += 1
 
@@ -316,6 +334,7 @@ class StoreCarrier:
 
     def _leave_as_leader(self, store: Store) -> None:
         store.set(_ALARM, "stop")
+        self._log_ended.wait(_LONG_STEP_S)  # it knows how long the log is, and must not wait for what is removed
         self._remove_own_keys(store)
         if not self._tidy:
             return
@@ -325,7 +344,7 @@ class StoreCarrier:
             store.delete_key(key)
         for rank in range(1, self._world_size):
             store.delete_key(bye_key(rank))
-        for sequence in range(self._log_length + 1):
+        for sequence in range(max(self._log_length, self._caught_up) + 1):
             store.delete_key(entry_key(sequence))
 
 

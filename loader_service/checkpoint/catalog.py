@@ -73,8 +73,16 @@ class Catalog:
         return DTYPE_LIST[int(self.dtype_ids[tensor_id])]
 
     def summary(self) -> list[list[str | int]]:
-        """[name, size, header hash] of each shard: plain JSON for `describe_difference` on another rank."""
-        return [[shard.name, shard.identity.size_bytes, shard.header_sha256] for shard in self.shards]
+        """[name, size, header hash, hash of the names that count] of each shard, as plain JSON.
+
+        For `describe_difference` on another rank. The last column differs alone where an index leaves out other copies.
+        """
+        bounds = np.searchsorted(self.shard_ids, np.arange(len(self.shards) + 1)).tolist()
+        rows: list[list[str | int]] = []
+        for shard, (start, stop) in zip(self.shards, itertools.pairwise(bounds), strict=True):
+            names = "\n".join(sorted(self.names[start:stop])).encode("utf-8", "surrogateescape")
+            rows.append([shard.name, shard.identity.size_bytes, shard.header_sha256, hashlib.sha256(names).hexdigest()])
+        return rows
 
     def tensor_summary(self, shard_name: str) -> list[list[str | int | list[int]]]:
         """[name, dtype, shape, start, stop] of one shard's tensors, in order, for `describe_tensor_difference`.

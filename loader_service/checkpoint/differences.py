@@ -12,7 +12,7 @@ from loader_service.checkpoint.refusal import shown
 
 Row = Sequence[object]
 
-_SHARD_FIELDS = ("name", "size in bytes", "header sha256")
+_SHARD_FIELDS = ("name", "size in bytes", "header sha256", "hash of its tensors' names")
 _TENSOR_FIELDS = ("name", "dtype", "shape", "first byte", "end")
 
 
@@ -51,12 +51,21 @@ def _only_on_one_side(
 ) -> str:
     """Rows of different names: one side lacks a name, or has the names in another order."""
     lengths = f"{len(first)} and {len(second)} in all"
-    if ours is not None and all(row[0] != ours[0] for row in second):
-        return f"{what} {shown(str(ours[0]))} is on {who[0]} and not on {who[1]} ({lengths})"
-    if theirs is not None and all(row[0] != theirs[0] for row in first):
-        return f"{what} {shown(str(theirs[0]))} is on {who[1]} and not on {who[0]} ({lengths})"
+    for row, others, here, there in ((ours, second, *who), (theirs, first, *who[::-1])):
+        if row is not None and all(other[0] != row[0] for other in others):
+            why = f"; it is missing there, or {there}'s index file leaves it out" if what == "shard" else ""
+            where = f"is on {here} and not on {there}{_alike(row, others, what)}"
+            return f"{what} {shown(str(row[0]))} {where} ({lengths}){why}"
     a, b = (shown(str(row[0])) if row is not None else "nothing" for row in (ours, theirs))
     return f"{what}s stand in another order: {a} on {who[0]} where {b} is on {who[1]}"
+
+
+def _alike(row: Row, others: Sequence[Row], what: str) -> str:
+    """What may be the same under another name: everything but the name is equal."""
+    own = [_plain(value) for value in row[1:]]
+    alike = next((other for other in others if own and [_plain(value) for value in other[1:]] == own), None)
+    how = "of the same size and header" if what == "shard" else "in its place"
+    return f", which has {shown(str(alike[0]))} {how}" if alike is not None else ""
 
 
 def _plain(value: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 
 from loader_service.config.fields import KeyPath, format_key_path
 from loader_service.config.schema import LoadConfig, Rule, ServiceConfig
@@ -50,15 +51,21 @@ def describe_config_difference(a: Mapping[str, object], b: Mapping[str, object])
     """The first key path at which two normalised configurations differ, with both values; None where they are equal.
 
     Reads "loads.target.rules[0].split.dim is 0 and 1": a's value first. Order is that of `a`, then what only `b` has.
+    Of long lists the first item that differs is named; long values are cut.
     """
     difference = next(_differences((), a, b), None)
     if difference is None:
         return None
     path, left, right = difference
-    return f"{format_key_path(path)} is {_shown(left)} and {_shown(right)}"
+    if isinstance(left, list) and isinstance(right, list) and max(len(_shown(left)), len(_shown(right))) > _SHOWN_CHARS:
+        items = enumerate(zip_longest(left, right, fillvalue=_NOT_SET))
+        number, (left, right) = next((number, pair) for number, pair in items if pair[0] != pair[1])
+        path = (*path, number)
+    return f"{format_key_path(path)} is {_cut(_shown(left))} and {_cut(_shown(right))}"
 
 
 _NOT_SET = object()
+_SHOWN_CHARS = 300
 
 
 def _differences(path: KeyPath, a: object, b: object) -> Iterator[tuple[KeyPath, object, object]]:
@@ -75,6 +82,10 @@ def _differences(path: KeyPath, a: object, b: object) -> Iterator[tuple[KeyPath,
 
 def _is_list_of_mappings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
 
 
 def _shown(value: object) -> str:

@@ -163,3 +163,22 @@ def test_a_final_becomes_the_exception_of_its_kind() -> None:
     differ = error_of(Verdict(1, Phase.PLAN, "final", failure=Failure("disagreement", FailureRecord("A", "m", 2))))
     assert isinstance(differ, AgreementError)
     assert differ.exit_code == 4
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+@pytest.mark.parametrize("version", [2, None, "1", [], {"x": 1}], ids=repr)
+def test_another_version_of_the_protocol_is_named_before_anything_else(name: str, version: object) -> None:
+    value = {"protocol": version, "unknown": 1} if version is not None else {"unknown": 1}
+    data = json.dumps(value).encode()
+    found = "no version" if version is None else "version "
+    with pytest.raises(MessageError, match=f"is in {found}.* of the protocol, this rank speaks version 1"):
+        DECODERS[name](zlib.compress(data) if name == "body" else data)
+
+
+def test_a_final_is_read_whatever_its_version() -> None:
+    final = Verdict(3, Phase.READ, "final", failure=FAILURE)
+    value = json.loads(codec.encode_entry(final))
+    for version in (2, None):
+        assert codec.decode_entry(json.dumps(value | {"protocol": version}).encode()) == final
+    with pytest.raises(MessageError, match="version 2"):
+        codec.decode_entry(json.dumps(value | {"protocol": 2, "action": "go", "failure": None}).encode())

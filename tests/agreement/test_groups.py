@@ -22,6 +22,7 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_P
         pytest.param(None, {}, id="nothing says otherwise"),
         pytest.param(None, {"WORLD_SIZE": "1"}, id="torchrun with one rank"),
         pytest.param(None, {"WORLD_SIZE": ""}, id="an empty variable"),
+        pytest.param(None, {"SLURM_NTASKS": "8", "PMI_SIZE": "8"}, id="an interactive allocation"),
         pytest.param(Rendezvous("host:1", 0, 1, "n"), {}, id="a rendezvous of one"),
     ],
 )
@@ -51,10 +52,18 @@ def test_what_is_no_group_is_refused(choice: Any) -> None:
         pytest.param(("host:1", 0, 0, "n"), "0 ranks", id="no ranks"),
         pytest.param(("host", 0, 2, "n"), "not an address", id="no port"),
         pytest.param((":29500", 0, 2, "n"), "not an address", id="no host"),
-        pytest.param(("host:99999", 0, 2, "n"), "not an address", id="port beyond"),
+        pytest.param(("host:99999", 0, 2, "n"), "not an address: ports", id="port beyond"),
+        pytest.param(("host:٢", 0, 2, "n"), "not an address", id="digits of another script"),
+        pytest.param(("fe80::1:29500", 0, 2, "n"), "not an address", id="IPv6 without brackets"),
+        pytest.param(("[]:29500", 0, 2, "n"), "not an address", id="nothing in brackets"),
+        pytest.param(("[host]:29500", 0, 2, "n"), "not an address", id="a name in brackets"),
+        pytest.param(("host:1", "0", 2, "n"), "rank is '0', which is no number", id="rank as text"),
+        pytest.param(("host:1", 0, None, "n"), "world_size is None", id="no size"),
+        pytest.param(("host:1", 0, 2, ""), "nonce is ''", id="an empty nonce"),
+        pytest.param(("host:1", 0, 2, 7), "nonce is 7", id="a nonce that is no text"),
     ],
 )
-def test_a_rendezvous_is_checked_when_it_is_made(arguments: tuple[str, int, int, str], text: str) -> None:
+def test_a_rendezvous_is_checked_when_it_is_made(arguments: tuple[Any, Any, Any, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Rendezvous(*arguments)
 

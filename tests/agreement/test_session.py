@@ -17,8 +17,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from loader_service.agreement import store_carrier
-from loader_service.agreement.carriers import Carrier, MemoryBoard
+from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.group import join_group
+from loader_service.agreement.memory_carrier import MemoryBoard
 from loader_service.agreement.messages import PHASES, Failure, Phase, PhaseRecord, Verdict
 from loader_service.agreement.protocol import Limits
 from loader_service.agreement.session import Session
@@ -73,7 +74,6 @@ def store_carriers() -> Callable[[int, int, float], Carrier]:
         connect()
         return StoreCarrier(
             meeting=Meeting(ClientPool(connect), "test", rank, keep=False),
-            session=0,
             rank=rank,
             world_size=world_size,
             heartbeat_s=heartbeat_s,
@@ -247,10 +247,8 @@ class LostStore:
 
 def lost_session(store: LostStore, **limits: float) -> tuple[Session, StoreCarrier]:
     meeting = Meeting(ClientPool(lambda: cast(Store, store)), "test", 1, keep=False)
-    meeting.session = lambda client, session: lambda in_session: in_session  # type: ignore[method-assign]
-    carrier = StoreCarrier(
-        meeting=meeting, session=0, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere"
-    )
+    meeting.session = lambda client: lambda in_session: in_session  # type: ignore[method-assign]
+    carrier = StoreCarrier(meeting=meeting, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere")
     return Session("load", carrier, rank=1, world_size=2, limits=replace(LIMITS, **limits)), carrier
 
 

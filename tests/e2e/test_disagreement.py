@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import loader_service as ls
+from loader_service.agreement.store_carrier import StoreCarrier
 from loader_service.config.schema import ServiceConfig
 from tests.e2e.seats import Seat, all_of, errors, make_seats, payload_reads, values
 from tests.support.checkpoints import Checkpoint, assert_same, write_checkpoint
-from tests.support.shards import pattern_bytes, write_index, write_shard
+from tests.support.shards import pattern_bytes, shard_bytes, write_index, write_shard
 
 BASE: dict[str, Any] = {
     "mesh": {"pp": 1, "tp": 3},
@@ -90,33 +91,7 @@ def assert_disagreement(seats: list[Seat], results: list[object], phase: str, wo
     assert len({str(error) for error in found}) == 1
 
 
-TARGET = ("loads", "target")
-SPLIT = (*TARGET, "rules", 0, "split")
-DIFFERENT = [
-    pytest.param((*SPLIT, "dim"), 1, ["loads.target.rules[0].split.dim is 0 and 1"], id="rule value"),
-    pytest.param((*SPLIT, "align"), 2, ["rules[0].split.align is not set and 2"], id="one more key of a rule"),
-    pytest.param((*TARGET, "rules"), [], ["loads.target.rules[0] is {", "and not set"], id="one rule less"),
-    pytest.param((*TARGET, "skip"), ["mtp.1.*"], ['loads.target.skip is ["mtp.*"] and ["mtp.1.*"]'], id="skip"),
-    pytest.param((*TARGET, "key_prefixes"), ["layers"], ["key_prefixes is not set and", "layers."], id="prefixes"),
-    pytest.param((*TARGET, "on_no_match"), "read_all", ['on_no_match is "error" and "read_all"'], id="on_no_match"),
-    pytest.param((*TARGET, "raw_dtypes"), True, ["raw_dtypes is false and true"], id="raw_dtypes"),
-    pytest.param(("mesh",), {"tp": 3, "pp": 1}, ["mesh is", '["pp", 1]', '["tp", 3]'], id="order of the mesh"),
-    pytest.param(("reads",), {"coalesce_gap_bytes": 0}, ["coalesce_gap_bytes is 262144 and 0"], id="coalescing"),
-    pytest.param(("reads",), {"sharing": "none"}, ['sharing is "auto" and "none"'], id="sharing"),
-    pytest.param(("checkpoint",), {"index": "ignore"}, ['index is "advisory" and "ignore"'], id="index mode"),
-]
-
-
-@pytest.mark.parametrize(("path", "value", "words"), DIFFERENT)
-async def test_different_configurations_stop_all_ranks(
-    checkpoint: Checkpoint, path: tuple[str | int, ...], value: object, words: list[str]
-) -> None:
-    base, other = (config_of(checkpoint.folder, document) for document in (BASE, changed(BASE, *path, value=value)))
-    seats = make_seats(3)
-    results = await open_all(seats, [base, base, other])
-    counts = ["ranks 0 and 2 differ in config", "2 of 3 ranks have rank 0's, 1 of 3 ranks have rank 2's"]
-    assert_disagreement(seats, results, "config", [*words, *counts])
-    assert all(not seat.storage.reads for seat in seats), "not even a header was read"
+SPLIT = ("loads", "target", "rules", 0, "split")
 
 
 async def test_the_leader_may_be_the_one_that_differs(checkpoint: Checkpoint) -> None:
@@ -190,11 +165,33 @@ def other_spelling(folder: Path) -> None:
     replace_in_header(folder, b'"norm":{"dtype":"F32","shape":[8],', b'"norm":{"shape":[8],"dtype":"F32",')
 
 
+def renamed_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "b.safetensors").rename(folder / "model.safetensors")
+
+
 CHECKPOINTS = [
-    pytest.param(extra_shard, ["'c.safetensors'", "not on", "(2 and 3 in all)"], id="one more file"),
-    pytest.param(missing_shard, ["'b.safetensors'", "not on", "(2 and 1 in all)"], id="one file less"),
-    pytest.param(other_payload_size, ["'b.safetensors'", "size in bytes is", " and "], id="size"),
-    pytest.param(other_dtype, ["'a.safetensors'", "'layers.0.w'", "dtype is F32", "and I32"], id="dtype, same size"),
+    pytest.param(
+        extra_shard, ["'c.safetensors' is on the second and not on the first (2 and 3 in all)"], id="one more file"
+    ),
+    pytest.param(
+        missing_shard, ["'b.safetensors' is on the first and not on the second (2 and 1 in all)"], id="one file less"
+    ),
+    pytest.param(
+        renamed_shard,
+        ["'b.safetensors' is on the first and not on the second, which has 'model.safetensors' of the same size"],
+        id="one file renamed",
+    ),
+    pytest.param(
+        other_payload_size,
+        ["shard 'b.safetensors': size in bytes is ", " on the first and ", " on the second"],
+        id="size",
+    ),
+    pytest.param(
+        other_dtype,
+        ["'a.safetensors'", "'layers.0.w'", "dtype is F32 on the first and I32 on the second"],
+        id="dtype, same size",
+    ),
     pytest.param(
         other_shape, ["'a.safetensors'", "'layers.1.w'", "shape is [30, 4]", "[60, 2]"], id="shape, same size"
     ),
@@ -223,8 +220,18 @@ async def test_different_checkpoints_stop_all_ranks_before_any_payload(
 @pytest.mark.parametrize(
     ("own_names", "words"),
     [
-        pytest.param(False, "shard 'x.safetensors' is on one rank and not on another", id="between whole files"),
-        pytest.param(True, "their index files decide otherwise", id="between copies of one tensor"),
+        pytest.param(
+            False,
+            "shard 'x.safetensors' is on the first and not on the second, which has 'y.safetensors' of the same size "
+            "and header (1 and 1 in all); it is missing there, or the second's index file leaves it out",
+            id="between whole files",
+        ),
+        pytest.param(
+            True,
+            "their index files choose otherwise between copies in shard 'x.safetensors' and elsewhere: "
+            "tensor 'w' is on the first and not on the second",
+            id="between copies of one tensor",
+        ),
     ],
 )
 async def test_an_index_that_decides_otherwise_stops_all_ranks(tmp_path: Path, own_names: bool, words: str) -> None:
@@ -241,6 +248,83 @@ async def test_an_index_that_decides_otherwise_stops_all_ranks(tmp_path: Path, o
     seats = make_seats(2)
     results = await open_all(seats, [config_of(folder, document) for folder in folders])
     assert_disagreement(seats, results, "catalog", ["ranks 0 and 1 differ in catalog", words])
+
+
+async def test_metadata_that_differs_alone_is_named_as_that(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, by in zip(folders, "xy", strict=True):
+        write_shard(folder / "a.safetensors", {"w": ("U8", (4,), b"abcd")}, metadata={"made by": by})
+    seats = make_seats(2)
+    results = await open_all(seats, [config_of(folder, {"loads": {"target": {}}}) for folder in folders])
+    words = ["the headers of shard 'a.safetensors' differ in metadata or spelling, not in tensors"]
+    assert_disagreement(seats, results, "catalog", words)
+
+
+async def test_payload_alone_is_not_compared(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Agreement reads headers: bytes that differ below them load as they are, on each rank its own."""
+    folder = copy_of(checkpoint, tmp_path / "differs")
+    data = bytearray((folder / "a.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "a.safetensors").write_bytes(bytes(data))
+    documents = [BASE, BASE, {**BASE, "checkpoint": {"path": str(folder)}}]
+    ranks = await load_all(checkpoint, documents)
+    assert_same(ranks[0]["norm"], ranks[1]["norm"])
+    assert ranks[2]["norm"][-1] != ranks[0]["norm"][-1]
+
+
+# How it is found -----------------------------------------------------------------------------------------------------
+
+
+async def test_only_the_two_ranks_that_are_named_send_their_bodies(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = watch_bodies(monkeypatch)
+    folder = copy_of(checkpoint, tmp_path / "differs")
+    other_dtype(folder)
+    document = {**BASE, "mesh": {"pp": 1, "tp": 8}}
+    configs = [config_of(folder if rank in (5, 6) else checkpoint.folder, document) for rank in range(8)]
+    seats = make_seats(8)
+    words = ["ranks 0 and 5 differ", "6 of 8 ranks have rank 0's, 2 of 8 ranks have rank 5's"]
+    assert_disagreement(seats, await open_all(seats, configs), "catalog", words)
+    assert sorted(rank for rank, _ in sent) == [0, 0, 5, 5], "the shards, then the tensors of one shard"
+
+
+async def test_one_tensor_of_100_000_in_1_000_shards_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = watch_bodies(monkeypatch)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    tensors = {f"model.layers.{i}.mlp.experts.{i}.down_proj.weight": ("F32", (1,), bytes(4)) for i in range(100)}
+    data = shard_bytes(tensors)
+    for folder in folders:
+        folder.mkdir()
+    for number in range(1, 1001):
+        ours, theirs = (folder / f"model-{number:05}-of-01000.safetensors" for folder in folders)
+        own = data.replace(b"model.layers.", b"m%04d.layers." % number)
+        ours.write_bytes(own)
+        if number < 1000:
+            theirs.hardlink_to(ours)
+    theirs.write_bytes(own.replace(b"F32", b"I32").replace(b"I32", b"F32", 99))
+    results = await open_all(make_seats(2), [config_of(folder, {"loads": {"target": {}}}) for folder in folders])
+    words = (
+        "the headers of shard 'model-01000-of-01000.safetensors' differ: "
+        "tensor 'm1000.layers.99.mlp.experts.99.down_proj.weight': dtype is F32 on the first and I32 on the second"
+    )
+    assert all(words in str(error) for error in errors(results))
+    assert len(sent) == 4
+    assert max(size for _, size in sent) < 200_000
+
+
+def watch_bodies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rank, bytes) of every body that a rank of this process sends."""
+    sent: list[tuple[int, int]] = []
+    post = StoreCarrier.post
+
+    def watched(carrier: StoreCarrier, key: str, data: bytes) -> None:
+        if key.startswith("b/"):
+            sent.append((int(key.rpartition("/")[2]), len(data)))
+        post(carrier, key, data)
+
+    monkeypatch.setattr(StoreCarrier, "post", watched)
+    return sent
 
 
 # What may differ -----------------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@
     assert [outcome.value for outcome in outcomes] == [...]
 
 A fork server that has torch imported already makes a rank in some 20 ms; the first call of a test run pays for it.
+`run_teams` runs several groups of ranks side by side: what takes its time (a silence) is then waited for only once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -21,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -29,7 +32,9 @@ from typing import Any
 
 from loader_service.errors import FailureRecord, LoaderError
 
-PRELOAD = ["torch", "torch.distributed", "loader_service", "loader_service.agreement.store_carrier"]
+_CHILD_ENDS_AFTER_S = 300  # a child that a test process which died itself could not kill
+
+PRELOAD = ["torch", "torch.distributed", "loader_service", "loader_service.agreement.store_carrier", "pytest", "uvloop"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Outcome:
     marks: tuple[str, ...]
     ended_s: float
     """When the rank's function ended, on the machine's monotonic clock; without a result when the process ended."""
+    stderr: str = field(default="", repr=False)
 
     def get(self) -> Any:
         """The value; raises AssertionError with the rank's traceback if there is none."""
@@ -66,17 +72,44 @@ class Outcome:
 
 
 class Rank:
-    """What a rank's function is given. `address` is a free port of this machine where the ranks can meet."""
+    """What a rank's function is given. `address` is a free port of this machine where the ranks can meet; `team` says
+    which of several groups it belongs to."""
 
-    def __init__(self, rank: int, world_size: int, address: str, pipe: Connection) -> None:
+    def __init__(self, rank: int, world_size: int, address: str, pipe: Connection, team: int = 0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.address = address
+        self.team = team
         self._pipe = pipe
+
+    def of_team(self, world_size: int, addresses: Sequence[str]) -> Rank:
+        """The same rank as its team sees it: consecutive ranks are a team."""
+        team, rank = divmod(self.rank, world_size)
+        return Rank(rank, world_size, addresses[team], self._pipe, team)
 
     def mark(self, text: str) -> None:
         """Tells the test that this rank has come so far: `on_mark(rank, text, pids)` runs there."""
         self._pipe.send(("mark", text))
+
+    def fork_child(self) -> None:
+        """Leaves a child that has inherited all sockets of this rank and outlives it: the test ends it at its end."""
+        pid = os.fork()
+        if pid:
+            self._pipe.send(("child", pid))
+            return
+        try:
+            self._pipe.close()  # else the test would wait for this rank as long as the child lives
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_CHILD_ENDS_AFTER_S)
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+
+    def end(self) -> None:
+        """Ends the process as an interpreter ends, with exit handlers and C++ destructors, which the fork server's way
+        skips. The outcome then has no value."""
+        ctypes.pythonapi.Py_Exit(0)
 
     def init_process_group(self, backend: str = "gloo") -> None:
         """torch.distributed's default group over the ranks, its store served by rank 0."""
@@ -88,10 +121,16 @@ class Rank:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ones: all are held until the last is found."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def context() -> ForkServerContext:
@@ -108,14 +147,58 @@ def run_ranks(
     on_start: Callable[[list[int]], None] | None = None,
     on_mark: Callable[[int, str, list[int]], None] | None = None,
     address: str | None = None,
+    enter: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """Runs `fn(Rank, *args)` on every rank and returns the outcomes by rank.
 
+    `enter(rank)` is the first thing that each process does, while it has one thread: some can only then be done.
     `on_start(pids)` is called once all run, `on_mark(rank, text, pids)` whenever one says `mark(text)`; both may send
     signals. Ranks that have not ended after `timeout_s` are killed, and fail the test with the stacks of their threads.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return _run_ranks(fn, world_size, args, timeout_s, on_start, on_mark, address, folder)
+        return _run_ranks(fn, world_size, args, timeout_s, on_start, on_mark, address, enter, folder)
+
+
+def run_teams(
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Sequence[tuple[Any, ...]],
+    *,
+    timeout_s: float = 60.0,
+    on_mark: Callable[[int, int, str, list[int]], None] | None = None,
+) -> list[list[Outcome]]:
+    """Runs a team of `world_size` ranks for each case, all at once: `fn(Rank, *case)` on each. Outcomes by team, rank.
+
+    `on_mark(team, rank, text, pids)` gets the pids of that team; each team has a free port of its own.
+    """
+
+    def on_any_mark(place: int, text: str, pids: list[int]) -> None:
+        if on_mark is not None:
+            team, rank = divmod(place, world_size)
+            on_mark(team, rank, text, pids[team * world_size : (team + 1) * world_size])
+
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(len(cases))]
+    found = run_ranks(
+        _in_team,
+        world_size * len(cases),
+        fn,
+        world_size,
+        cases,
+        addresses,
+        timeout_s=timeout_s,
+        on_mark=on_any_mark,
+    )
+    return [
+        [replace(found[team * world_size + rank], rank=rank) for rank in range(world_size)]
+        for team in range(len(cases))
+    ]
+
+
+def _in_team(
+    place: Rank, fn: Callable[..., Any], world_size: int, cases: Sequence[tuple[Any, ...]], addresses: Sequence[str]
+) -> Any:
+    rank = place.of_team(world_size, addresses)
+    return fn(rank, *cases[rank.team])
 
 
 def _run_ranks(
@@ -126,6 +209,7 @@ def _run_ranks(
     on_start: Callable[[list[int]], None] | None,
     on_mark: Callable[[int, str, list[int]], None] | None,
     address: str | None,
+    enter: Callable[[int], None] | None,
     folder: str,
 ) -> list[Outcome]:
     ctx = context()
@@ -135,7 +219,7 @@ def _run_ranks(
     for rank in range(world_size):
         ours, theirs = ctx.Pipe(duplex=False)
         process = ctx.Process(
-            target=_main, args=(fn, rank, world_size, address, theirs, timeout_s, folder, args), daemon=True
+            target=_main, args=(fn, rank, world_size, address, theirs, timeout_s, folder, enter, args), daemon=True
         )
         process.start()
         theirs.close()
@@ -152,7 +236,10 @@ def _run_ranks(
             if process.is_alive():
                 process.kill()
             process.join(10)
-        outcomes = watch.outcomes()
+        for child in watch.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        outcomes = watch.outcomes(folder)
         for process, pipe in zip(processes, pipes, strict=True):
             process.close()
             pipe.close()
@@ -165,6 +252,11 @@ def _run_ranks(
 def _stack(folder: str, rank: int) -> str:
     path = Path(folder, f"{rank}.stack")
     return path.read_text() if path.exists() else "it never started"
+
+
+def _stderr(folder: str, rank: int) -> str:
+    path = Path(folder, f"{rank}.stderr")
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 class _Watch:
@@ -184,6 +276,7 @@ class _Watch:
         self._results: dict[int, tuple[Any, RankError | None, float]] = {}
         self._marks: dict[int, list[str]] = {rank: [] for rank in range(len(pids))}
         self._ended_s: dict[int, float] = {}
+        self.children: list[int] = []
 
     def run(self, deadline_s: float) -> list[int]:
         """Returns the ranks that were not done in time."""
@@ -207,15 +300,18 @@ class _Watch:
             self._marks[rank].append(message[1])
             if self._on_mark is not None:
                 self._on_mark(rank, message[1], self._pids)
+        elif message[0] == "child":
+            self.children.append(message[1])
         else:
             self._results[rank] = message[1:]
         return True
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self, folder: str) -> list[Outcome]:
         found = []
         for rank, process in enumerate(self._processes):
             value, error, ended_s = self._results.get(rank, (None, None, self._ended_s.get(rank, time.monotonic())))
-            found.append(Outcome(rank, value, error, process.exitcode, tuple(self._marks[rank]), ended_s))
+            marks, stderr = tuple(self._marks[rank]), _stderr(folder, rank)
+            found.append(Outcome(rank, value, error, process.exitcode, marks, ended_s, stderr))
         return found
 
 
@@ -227,10 +323,15 @@ def _main(
     pipe: Connection,
     timeout_s: float,
     folder: str,
+    enter: Callable[[int], None] | None,
     args: tuple[Any, ...],
 ) -> None:
+    if enter is not None:
+        enter(rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Not to stderr: that is what the fork server had when it started, which may be another test's captured output.
+    # The fork server's stderr is what it had when it started, which may be another test's captured output.
+    with open(os.path.join(folder, f"{rank}.stderr"), "w") as stderr:
+        os.dup2(stderr.fileno(), 2)
     stacks = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115 - open as long as the process
     faulthandler.dump_traceback_later(max(0.5, timeout_s - 2.0), file=stacks, exit=False)
     # Ranks of tests share a few cores; a thread pool of torch's in each would only wait for them.
