@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from loader_service.errors import RankFailure as RankFailure
     from loader_service.errors import ReadError as ReadError
     from loader_service.errors import StateError as StateError
+    from loader_service.filling import TensorSpec as TensorSpec
     from loader_service.memory.events import DeviceEvent as DeviceEvent
     from loader_service.planning.plan import LoadPlan as LoadPlan
     from loader_service.planning.plan import RankPlan as RankPlan
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from loader_service.stream import BlockingLoad as BlockingLoad
     from loader_service.stream import Load as Load
     from loader_service.stream import Piece as Piece
-    from loader_service.stream import TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
 
@@ -66,11 +66,12 @@ _HOMES = {
         "ReadError",
         "StateError",
     ),
+    "filling": ("TensorSpec",),
     "memory.events": ("DeviceEvent",),
     "planning.plan": ("LoadPlan", "RankPlan"),
     "report": ("LoadReport", "PolicyOutcome"),
     "service": ("BlockingLoaderService", "LoaderService", "iter_weights"),
-    "stream": ("Batch", "BlockingLoad", "Load", "Piece", "TensorSpec"),
+    "stream": ("Batch", "BlockingLoad", "Load", "Piece"),
 }
 _ABSENT = {
     "RowSource": "host-resident tables",

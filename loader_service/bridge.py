@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -20,6 +21,10 @@ from typing import Any, Generic, TypeVar
 from loader_service.errors import MemoryLimitError, StateError
 
 T = TypeVar("T")
+
+log = logging.getLogger("loader_service.bridge")
+
+_OWN_THREADS = ("loader-service", "loader-read-", "loader-plan-", "loader-close-", "loader-memory", "loader-agreement-")
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -115,13 +120,12 @@ class ServiceLoop:
         self._process = os.getpid()
         self._stopped = False
         self._calls: set[concurrent.futures.Future[Any]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         try:
             self._thread.start()
         except BaseException as error:
             if self._thread.is_alive():  # an interrupt, just as the thread had started
-                self._request_stop()
+                self.request_stop()
             else:
                 self._loop.close()
             if isinstance(error, RuntimeError):
@@ -143,30 +147,29 @@ class ServiceLoop:
             self._ended.set_result(None)
 
     @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is the loop's own, as when the garbage collector ends a generator there."""
-        return threading.current_thread() is self._thread
+    def must_not_wait(self) -> bool:
+        """Whether the calling thread is one of a service's own, as when the garbage collector ends a generator there.
+
+        What it would wait for may need this very thread: the loop, a reading thread, one that speaks to other ranks.
+        """
+        return threading.current_thread().name.startswith(_OWN_THREADS)
 
     def close_from_inside(self, coroutine: Coroutine[Any, Any, object], *, then_stop: bool = False) -> None:
-        """On the loop's own thread, where nothing can be waited for: lets a coroutine that closes something run."""
+        """Where nothing can be waited for: lets a coroutine that closes something run. Its error is logged."""
 
-        async def close() -> None:
-            try:
-                await coroutine
-            finally:
-                if then_stop:
-                    self._request_stop()
+        def report(done: concurrent.futures.Future[object]) -> None:
+            if (error := done.exception()) is not None:
+                log.warning("a generator that was dropped could not be left well: %s", error)
 
-        task = self._loop.create_task(close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._call(coroutine, inside=True, then_stop=then_stop).done.add_done_callback(report)
 
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run(self, coroutine: Coroutine[Any, Any, T], *, then_stop: bool = False) -> T:
         """Runs a coroutine on the service's loop, awaited from any other loop.
 
-        Cancelling the caller cancels the coroutine and waits for its end; cancelled a second time, it stops waiting.
+        Cancelling the caller cancels the coroutine and waits for its end; cancelled a second time, it stops waiting,
+        and the coroutine goes on to its end. `then_stop`: the loop ends after the coroutine, and not before.
         """
-        call = self._call(coroutine)
+        call = self._call(coroutine, then_stop=then_stop)
         waiting = asyncio.wrap_future(call.done)
         try:
             return await asyncio.shield(waiting)
@@ -179,14 +182,14 @@ class ServiceLoop:
         finally:
             waiting.add_done_callback(_retrieve)
 
-    def run_blocking(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the service's loop and blocks for its result; an interrupt cancels it first."""
-        call = self._call(coroutine)
+    def run_blocking(self, coroutine: Coroutine[Any, Any, T], *, then_stop: bool = False) -> T:
+        """As `run`, blocking: an interrupt cancels the coroutine and waits for its end, a second one stops waiting."""
+        call = self._call(coroutine, then_stop=then_stop)
         try:
             return call.done.result()
-        except BaseException:
+        except BaseException as error:
             if not call.done.done():
-                call.cancel()
+                call.cancel(f"interrupted by {type(error).__name__}")
                 with contextlib.suppress(Exception, asyncio.CancelledError):
                     call.done.result()
             raise
@@ -196,31 +199,29 @@ class ServiceLoop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
-    async def stop(self, wait_s: float = 5.0) -> None:
-        """Ends the loop and its thread, awaited on the caller's loop for at most `wait_s`."""
-        self._request_stop()
-        if self._process != os.getpid():
-            return
-        await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=wait_s)
+    async def ended(self, wait_s: float = 5.0) -> None:
+        """Waits at most `wait_s` for the end of the loop's thread, if it was told to stop and no call still runs."""
+        if self._stopped and self._process == os.getpid():
+            await asyncio.wait((asyncio.wrap_future(self._ended),), timeout=wait_s)
 
-    def stop_blocking(self, wait_s: float = 5.0) -> None:
-        """As `stop`, for callers without a loop."""
-        self._request_stop()
-        if self._process == os.getpid():
+    def ended_blocking(self, wait_s: float = 5.0) -> None:
+        """As `ended`, for callers without a loop."""
+        if self._stopped and self._process == os.getpid():
             self._thread.join(wait_s)
 
-    def _request_stop(self) -> None:
+    def request_stop(self) -> None:
+        """Ends the loop and its thread, soon."""
         if not self._stopped:
             self._stopped = True
             self.post(self._loop.stop)
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> _Call[T]:
+    def _call(self, coroutine: Coroutine[Any, Any, T], *, inside: bool = False, then_stop: bool = False) -> _Call[T]:
         why = None
         if self._process != os.getpid():
             why = "the service was opened before a fork and has no thread here: open one in each process"
         elif self._stopped:
             why = "the service is closed: open a new one"
-        elif self.is_current:
+        elif not inside and threading.current_thread() is self._thread:
             why = "the service cannot be called from its own event loop"
         if why is not None:
             coroutine.close()
@@ -228,6 +229,8 @@ class ServiceLoop:
         call = _Call(self._loop, coroutine)
         self._calls.add(call.done)
         call.done.add_done_callback(self._calls.discard)
+        if then_stop:
+            call.done.add_done_callback(lambda _: self.request_stop())
         return call
 
 
@@ -253,6 +256,7 @@ class Channel(Generic[T]):
         self._items: deque[T] = deque()
         self._ended = False
         self._error: BaseException | None = None
+        self._raised = False
         self._wake: Callable[[], object] | None = None
 
     def put(self, item: T) -> None:
@@ -286,9 +290,15 @@ class Channel(Generic[T]):
     def consumer_waits(self) -> bool:
         return self._wake is not None
 
+    @property
+    def raised(self) -> BaseException | None:
+        """The channel's error, if the consumer has got it."""
+        return self._error if self._raised else None
+
     def check(self) -> None:
         """Raises the channel's error, if there is one."""
         if self._error is not None:
+            self._raised = True
             raise self._error
 
     def get_nowait(self) -> T | None:

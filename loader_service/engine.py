@@ -113,6 +113,7 @@ class Engine:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
         if self._group is not None:
             self._group.close()
+        self._group_spec = None  # the caller's, who may end it now; this object may wait for the garbage collector
         grace_s = self.config.agreement.grace_s
         if self._pool is not None:
             await self._pool.close(grace_s)
@@ -121,7 +122,10 @@ class Engine:
         for read in (*self.threads.stuck(), *self.threads.in_flight()):
             log.warning("left behind: %s, %s, has not returned for %.1f s", read.path, read.label, read.age_s)
         closing = ReadPool(1, name="loader-close")
-        await asyncio.wait([asyncio.wrap_future(closing.submit(self.handles.close))], timeout=grace_s)
+        closed = asyncio.wrap_future(closing.submit(self.handles.close))
+        await asyncio.wait([closed], timeout=grace_s)
+        if closed.done() and (error := closed.exception()) is not None:  # a storage's own; the bytes are not wrong
+            log.warning("files could not be closed: %r", error)
         closing.stop()
 
     async def in_thread(

@@ -55,6 +55,26 @@ def storage_dtype(plan: RankPlan, tensor: int) -> torch.dtype:
     return dtype
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """How a rank's tensor comes from the checkpoint's.
+
+    `full_shape` is the whole tensor's in storage elements, `shape` this rank's part of it, `dtype` what is handed over,
+    and `parts` pairs of indices: `full[source]` goes to `mine[destination]`. One pair, unless a rule has `sections`.
+    """
+
+    full_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+
+
+def tensor_spec(plan: RankPlan, tensor: int) -> TensorSpec:
+    """How the rank's tensor comes from the whole one, and as what it is handed over."""
+    part = plan.spec(tensor)
+    return TensorSpec(part.full_shape, plan.storage_shape(tensor), storage_dtype(plan, tensor), part.parts)
+
+
 def has_blocks(plan: RankPlan) -> bool:
     """Whether any fragment is a block with gaps, so that wanted elements are copied out of scratch memory."""
     return bool((plan.fragment_dst < 0).any())
@@ -130,9 +150,7 @@ class SlotUnit:
 class _Places:
     """Turns tensors and their destinations into transfers, fragment by fragment."""
 
-    def __init__(
-        self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int, streams: Streams | None = None
-    ) -> None:
+    def __init__(self, plan: RankPlan, *, chunk_bytes: int, scratch_bytes: int, streams: Streams | None = None) -> None:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._scratch_bytes = scratch_bytes

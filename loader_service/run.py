@@ -14,23 +14,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from loader_service.agreed import DESCRIBE, catalog_record, config_record, plan_record
+from loader_service.agreed import DESCRIBE, as_reported, attach_verdict, catalog_record, config_record, plan_record
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.session import Session
 from loader_service.bridge import Channel, uninterrupted
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.engine import Engine
-from loader_service.errors import (
-    AgreementError,
-    CheckpointError,
-    FailureRecord,
-    LoadCancelledError,
-    LoaderError,
-    RankFailure,
-    ReadError,
-    StateError,
-    record_of,
-)
+from loader_service.errors import CheckpointError, FailureRecord, LoaderError, ReadError, StateError, record_of
 from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, Streams, UnitT
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.units import Placed, TensorUnit
@@ -61,6 +51,9 @@ class LoadRun:
         self._resources: Resources | None = None
         self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
         self._begun = False
+        self._leaving = False
+        self._failing = False
+        self._over = asyncio.Event()  # waited for and set on the service's loop
         self._entering: asyncio.Task[None] | None = None
         self._started_s = 0.0
         self._seconds: float | None = None
@@ -80,10 +73,6 @@ class LoadRun:
     def open(self) -> bool:
         """Entered, and not yet left."""
         return self._begun and not self._left
-
-    @property
-    def left(self) -> bool:
-        return self._left
 
     @property
     def failure(self) -> LoaderError | None:
@@ -118,11 +107,13 @@ class LoadRun:
                 self._resources, self._policies = self._engine.resources(counts)
                 self._resources.pool.restart_peak()
                 await self._exchange(PhaseRecord())
+            self._phase = Phase.READ  # the consumer's body, whatever it does there
         except BaseException as error:
             self._entering = None
             await self._leave_failed(error)
-            if isinstance(error, asyncio.CancelledError) and self.failure is not None and error.args == (_FINAL,):
-                raise self.failure from None
+            failure = self.failure
+            if isinstance(error, asyncio.CancelledError) and failure is not None and error.args == (_FINAL,):
+                raise failure from failure.__cause__
             raise
         finally:
             self._entering = None
@@ -213,7 +204,7 @@ class LoadRun:
 
     def check_open(self) -> None:
         """Raises StateError unless the load was entered and not yet left."""
-        if self._resources is None or self._left:
+        if self._resources is None or self._leaving or self._left:
             raise StateError(f"load '{self.name}' is not open: consume it inside its `with` block")
 
     def _ready(self) -> Resources:
@@ -222,7 +213,6 @@ class LoadRun:
         return self._resources
 
     def _scheduled(self, plan: RankPlan, filling: Filling[UnitT]) -> Scheduler[UnitT]:
-        self._phase = Phase.READ
         scheduler = Scheduler(
             plan,
             self.plan.catalog.shards,
@@ -245,22 +235,37 @@ class LoadRun:
     async def leave(self, error: BaseException | None = None) -> None:
         """Ends the load on every rank; collective. `error` is what the consumer's body raised.
 
-        Without an error this rank succeeds if all do; otherwise it raises what went wrong elsewhere.
+        Without an error this rank succeeds if all do; otherwise it raises what went wrong elsewhere, or what its own
+        body has swallowed. May be called from several places at once (a service that closes while an abandoned
+        generator is ended): all of them wait for the one end, and an error of any of them is this rank's failure.
         """
         if not self.open:
             return
-        if error is None or isinstance(error, GeneratorExit):  # an abandoned generator leaves as a `break` does
-            try:
-                await self._leave_cleanly()
-            except BaseException as own:
-                await self._leave_failed(own)
-                raise
-        else:
+        clean = error is None or isinstance(error, GeneratorExit)  # an abandoned generator leaves as a `break` does
+        again, self._leaving = self._leaving, True
+        if not clean:
+            assert error is not None
             await self._leave_failed(error)
+            return
+        try:
+            if not again:
+                await self._leave_cleanly()
+            else:
+                await self._over.wait()
+        except BaseException as own:
+            known = self._failing  # with an error of this rank's that another caller brought, and will raise
+            await self._leave_failed(own)
+            if known and isinstance(error, GeneratorExit) and isinstance(own, Exception):
+                return
+            raise
+        if again and error is None and (failure := self.failure) is not None:
+            raise failure
 
     async def _leave_cleanly(self) -> None:
         assert self._session is not None
         with self._timed(Phase.READ):
+            if (swallowed := self.channel.raised) is not None:
+                raise swallowed
             await self._stop_reading()
             await self._verify_files()
             await self._exchange(PhaseRecord())
@@ -276,27 +281,35 @@ class LoadRun:
         """
         if self._left:
             return
-        self._left = True
-        await uninterrupted(self._fail_and_clean_up(error))
+        again, self._leaving, self._failing = self._failing, True, True
+        await uninterrupted(self._wait_for_the_end() if again else self._fail_and_clean_up(error))
+
+    async def _wait_for_the_end(self) -> None:
+        await self._over.wait()
 
     async def _fail_and_clean_up(self, error: BaseException) -> None:
-        session = self._session
-        if session is None:
-            self._ended()
-            return
-        telling = None
-        if session.final is None:
-            telling = asyncio.ensure_future(session.fail(_as_reported(error), self._phase))
-        with contextlib.suppress(Exception):
-            await self._stop_reading()
-        self._engine.forget_catalog(self.name)
-        if telling is not None:
+        session, telling = self._session, None
+        try:
+            if session is not None and session.final is None:
+                telling = asyncio.ensure_future(session.fail(as_reported(error), self._phase))
             with contextlib.suppress(Exception):
-                await telling
-        _attach_verdict(error, session, self._phase)
-        with contextlib.suppress(Exception):
-            await session.close()
-        self._ended()
+                await self._stop_reading()
+            self._engine.forget_catalog(self.name)
+            if telling is not None:
+                with contextlib.suppress(Exception):
+                    await telling
+            if session is not None:
+                with contextlib.suppress(Exception):
+                    await session.close()
+        finally:
+            self._ended()
+        self.attach_verdict(error)
+
+    def attach_verdict(self, error: BaseException) -> None:
+        """Adds to this rank's own exception what all ranks found, once the load has failed. Never raises."""
+        if self._session is not None and self._failing and self._left:
+            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
+                attach_verdict(error, self._session, self._phase)
 
     async def _stop_reading(self) -> None:
         if self._scheduler is not None:
@@ -319,7 +332,9 @@ class LoadRun:
 
     def _ended(self) -> None:
         self._left = True
-        self._engine.open_load = None
+        self._over.set()
+        if self._engine.open_load is self:
+            self._engine.open_load = None
         if not self.channel.over:  # whoever still iterates, or waits, hears of it
             self.channel.fail(StateError(f"load '{self.name}' was left: consume it inside its `with` block"))
         self._seconds = time.monotonic() - self._started_s
@@ -380,22 +395,3 @@ def _scratch_leases(resources: Resources, plan: RankPlan) -> int:
     slots = resources.pool.capacity_bytes // resources.pool.slot_bytes
     needed = -(-plan.read_bytes // resources.pool.slot_bytes)
     return max(1, min(resources.thread_count * SCRATCH_LEASES_A_THREAD, needed, slots // 2))
-
-
-def _as_reported(error: BaseException) -> BaseException:
-    """Cancellation and interrupts, by whatever name, are one cause to the other ranks."""
-    if isinstance(error, Exception):
-        return error
-    return LoadCancelledError(str(error) or f"the load was cancelled ({type(error).__name__})")
-
-
-def _attach_verdict(error: BaseException, session: Session, phase: Phase) -> None:
-    """Completes this rank's own error: where it happened, and what all ranks found, if that says more."""
-    if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
-        error.rank = session.rank if error.rank is None else error.rank
-        error.phase = phase.value if error.phase is None else error.phase
-    failure = session.final.failure if session.final is not None else None
-    if failure is not None and failure.record.message not in str(error):
-        error.add_note(f"verdict of all ranks: {failure.record.message}")
-    elif session.final is None and not session.succeeded:
-        error.add_note("outcome unknown: the other ranks were told, but no verdict came back in time")

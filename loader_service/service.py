@@ -106,7 +106,8 @@ class LoaderService(_Service):
             if self._engine is not None:
                 await self.__aexit__(type(error), error, None)
             elif (made := self._forget()) is not None:
-                await made.stop()
+                made.request_stop()
+                await made.ended()
             raise
         return self
 
@@ -115,10 +116,10 @@ class LoaderService(_Service):
     ) -> None:
         loop, engine = self._opened()
         try:
-            await loop.run(engine.close(exc))
+            await loop.run(engine.close(exc), then_stop=True)
         finally:
             self._forget()
-            await loop.stop()
+            await loop.ended()
 
     async def plan(self, load: str) -> LoadPlan:
         """Every rank's plan of a load, from the headers alone. Local: other ranks are not asked."""
@@ -130,8 +131,12 @@ class LoaderService(_Service):
         return Load(*self._new_run(load))
 
     async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end."""
-        async with self.open(load) as opened:
+        """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end.
+
+        An error in the body of the loop over it is no error here: the generator is abandoned, which is a `break`, and
+        the other ranks are told only if the service is left with that error first. `open` where they should hear of it.
+        """
+        async with Load(*self._new_run(load), in_generator=True) as opened:
             async for item in opened:
                 yield item
 
@@ -161,7 +166,8 @@ class BlockingLoaderService(_Service):
             if self._engine is not None:
                 self.__exit__(type(error), error, None)
             elif (made := self._forget()) is not None:
-                made.stop_blocking()
+                made.request_stop()
+                made.ended_blocking()
             raise
         return self
 
@@ -169,15 +175,15 @@ class BlockingLoaderService(_Service):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         loop, engine = self._opened()
-        if loop.is_current:
+        if loop.must_not_wait:
             self._forget()
             loop.close_from_inside(engine.close(exc), then_stop=True)
             return
         try:
-            loop.run_blocking(engine.close(exc))
+            loop.run_blocking(engine.close(exc), then_stop=True)
         finally:
             self._forget()
-            loop.stop_blocking()
+            loop.ended_blocking()
 
     def plan(self, load: str) -> LoadPlan:
         """As `LoaderService.plan`, without await."""
@@ -190,7 +196,7 @@ class BlockingLoaderService(_Service):
 
     def iter_weights(self, load: str) -> Iterator[tuple[str, torch.Tensor]]:
         """As `LoaderService.iter_weights`; abandoning the generator leaves the load as a `break` does."""
-        with self.open(load) as opened:
+        with BlockingLoad(*self._new_run(load), in_generator=True) as opened:
             yield from opened
 
 

@@ -7,11 +7,11 @@ nothing is built ahead, and no item costs a trip to the service's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -20,7 +20,7 @@ import torch
 from loader_service.bridge import ChannelClosed, ServiceLoop
 from loader_service.destinations import check_destinations
 from loader_service.errors import LoaderError, StateError
-from loader_service.filling import OwnedUnit, SlotUnit, storage_dtype
+from loader_service.filling import OwnedUnit, SlotUnit, TensorSpec, tensor_spec
 from loader_service.memory.events import DeviceEvent, UnknownDeviceEvent, current_device_event, current_streams
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.units import Placed
@@ -31,20 +31,6 @@ YIELD_AFTER_S = 0.001  # an async consumer that never waits for data still lets 
 
 T = TypeVar("T")
 Index = tuple[int | slice, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """How a rank's tensor comes from the checkpoint's.
-
-    `full_shape` is the whole tensor's in storage elements, `shape` this rank's part of it, `dtype` what is handed over,
-    and `parts` pairs of indices: `full[source]` goes to `mine[destination]`. One pair, unless a rule has `sections`.
-    """
-
-    full_shape: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
 
 
 class Piece:
@@ -186,12 +172,12 @@ class _Taking:
 class _Face:
     """What both faces of a load share: the plan, the specs, the report, and one consumption for each open."""
 
-    def __init__(self, run: LoadRun, loop: ServiceLoop) -> None:
+    def __init__(self, run: LoadRun, loop: ServiceLoop, *, in_generator: bool = False) -> None:
         self._run = run
         self._loop = loop
         self._taking = _Taking(run)
         self._claimed = False
-        self._exited = False
+        self._exited = in_generator  # which leaves it, however late it is ended
 
     @property
     def name(self) -> str:
@@ -222,8 +208,7 @@ class _Face:
         i = plan.index_of(name)
         if i is None:
             raise KeyError(f"load '{self.name}': tensor '{name}' is not among those that this rank takes")
-        part = plan.spec(i)
-        return TensorSpec(part.full_shape, plan.storage_shape(i), storage_dtype(plan, i), part.parts)
+        return tensor_spec(plan, i)
 
     def _begin(self, fill: Callable[[], None]) -> None:
         """Starts the one consumption of this open; what goes wrong then reaches the consumer through the channel."""
@@ -248,6 +233,15 @@ class _Face:
         streams = current_streams(tensor.device for tensor in destinations.values())
         self._begin(lambda: self._run.fill_into(destinations, streams))
 
+    @contextlib.contextmanager
+    def _verdict_attached(self) -> Iterator[None]:
+        """For errors of the caller's side, such as its cancellation, which the run has not seen."""
+        try:
+            yield
+        except BaseException as error:
+            self._run.attach_verdict(error)
+            raise
+
     def _filled(self, destinations: Mapping[str, torch.Tensor]) -> None:
         progress = self._run.progress
         progress.tensors += len(destinations)
@@ -264,25 +258,28 @@ class Load(_Face):
     Iterate it for `(name, tensor)` with tensors that own their memory, in plan order (file name, offset), the same on
     every rank. Tensors of 1 MiB and more have memory of their own; smaller ones share arenas of at most 1 MiB, so one
     small tensor that is kept keeps no more than that alive. A clean `break` is a success of this rank; an exception,
-    also cancellation, fails the load on every rank.
+    also cancellation, fails the load on every rank. It comes out as it is, with a note of what all ranks found.
     """
 
     async def __aenter__(self) -> Self:
         self._run.begin()
-        try:
-            await self._loop.run(self._run.enter())
-        except BaseException as error:
-            if not self._run.left:  # cancelled just as it had succeeded
-                await self._loop.run(self._run.leave(error))
-            raise
+        with self._verdict_attached():
+            try:
+                await self._loop.run(self._run.enter())
+            except BaseException as error:
+                if self._run.open:  # cancelled just as it had succeeded
+                    await self._loop.run(self._run.leave(error))
+                raise
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._exited = True
-        if self._run.open:  # the service may have been closed first, and have left it
-            self._taking.close()
+        if not self._run.open:  # the service was closed first, and has left it
+            return
+        self._taking.close()
+        with self._verdict_attached():
             await self._loop.run(self._run.leave(exc))
 
     def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -315,12 +312,13 @@ class BlockingLoad(_Face):
 
     def __enter__(self) -> Self:
         self._run.begin()
-        try:
-            self._loop.run_blocking(self._run.enter())
-        except BaseException as error:
-            if not self._run.left:
-                self._loop.run_blocking(self._run.leave(error))
-            raise
+        with self._verdict_attached():
+            try:
+                self._loop.run_blocking(self._run.enter())
+            except BaseException as error:
+                if self._run.open:
+                    self._loop.run_blocking(self._run.leave(error))
+                raise
         return self
 
     def __exit__(
@@ -330,9 +328,10 @@ class BlockingLoad(_Face):
         if not self._run.open:  # the service was closed first, and has left it
             return
         self._taking.close()
-        if self._loop.is_current:
+        if self._loop.must_not_wait:
             self._loop.close_from_inside(self._run.leave(exc))
-        else:
+            return
+        with self._verdict_attached():
             self._loop.run_blocking(self._run.leave(exc))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -237,7 +237,7 @@ class RankPlan:
 
         Tensors of the new plan are counted anew, in plan order. Raises IndexError for a number that does not exist.
         """
-        kept = np.unique(np.asarray(indices, dtype=np.int64))
+        kept = np.asarray(sorted(set(indices)), dtype=np.int64)  # np.unique imports numpy.ma: not on the loop
         if len(kept) and not 0 <= kept[0] <= kept[-1] < len(self):
             raise IndexError(f"the plan has tensors 0 to {len(self) - 1}; asked for {int(kept[0])} to {int(kept[-1])}")
         return make_rank_plan(

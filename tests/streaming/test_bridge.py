@@ -17,7 +17,8 @@ from loader_service.errors import StateError
 def loop() -> Iterator[ServiceLoop]:
     service_loop = ServiceLoop()
     yield service_loop
-    service_loop.stop_blocking()
+    service_loop.request_stop()
+    service_loop.ended_blocking()
 
 
 class Oops(Exception):
@@ -99,7 +100,8 @@ async def test_calls_after_the_end_and_from_inside_are_refused(loop: ServiceLoop
 
     with pytest.raises(StateError, match="from its own event loop"):
         await loop.run(inside())
-    await loop.stop()
+    loop.request_stop()
+    await loop.ended()
     with pytest.raises(StateError, match="closed"):
         await loop.run(nothing())
     loop.post(lambda: None)  # nothing happens, nothing raises
