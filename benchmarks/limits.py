@@ -22,6 +22,21 @@ def read_direct(files: Sequence[Path]) -> int:
     return _read(files, os.O_DIRECT, DIRECT_THREADS)
 
 
+def can_read_direct(path: Path) -> bool:
+    """Whether the file system takes O_DIRECT."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        os.preadv(descriptor, [huge_buffer(BLOCK_BYTES)], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def read_buffered(files: Sequence[Path]) -> int:
     """Through the page cache, one thread a core: more only contend. Returns the bytes read."""
     return _read(files, 0, os.cpu_count() or 1)

@@ -68,10 +68,10 @@ class UnknownDeviceEvent:
         self._error = error
 
     def query(self) -> bool:
-        raise self._error
+        raise RuntimeError("no event could be recorded on the device's stream") from self._error
 
     def synchronize(self) -> None:
-        raise self._error
+        self.query()
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Stream]:

@@ -23,7 +23,10 @@ _PORTABLE = 1
 
 
 class Pinner(Protocol):
-    """Locks memory for a device. May block for milliseconds a buffer: never called on an event loop."""
+    """Locks memory for a device. May block for milliseconds a buffer: never called on an event loop.
+
+    The pool registers on a thread of its own: CUDA keeps the error of a refusal for that thread's next kernel.
+    """
 
     def available(self) -> str | None:
         """None if it can lock memory, else the reason why not. Cheap."""

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from loader_service.memory.caretaker import Caretaker
-from loader_service.memory.events import FakeDeviceEvent, current_device_event
+from loader_service.memory.events import (
+    FakeDeviceEvent,
+    UnknownDeviceEvent,
+    current_device_event,
+    current_streams,
+)
+from tests.support.devices import busy
 
 PATIENCE_S = 30.0
 
@@ -41,12 +47,51 @@ def test_an_event_is_recorded_on_the_current_stream_where_cuda_is_initialised(
 
 
 @pytest.mark.gpu
-def test_a_real_event_passes_after_the_copy_before_it() -> None:
+def test_a_real_event_passes_after_the_work_before_it_on_the_current_stream() -> None:
     torch.cuda.init()  # type: ignore[no-untyped-call]
+    busy(0.0)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        busy(300.0)
+        late = current_device_event()
+    early = current_device_event()
+    assert late is not None
+    assert early is not None
+    assert not late.query(), "300 ms of work lie before it"
+    early.synchronize()
+    assert early.query()
+    late.synchronize()
+    assert late.query()
+
+
+@pytest.mark.gpu
+def test_a_watch_waits_for_a_real_event() -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    caretaker, answer = Caretaker(), Answer()
+    busy(100.0)
     event = current_device_event()
     assert event is not None
-    event.synchronize()
-    assert event.query()
+    caretaker.watch([event], answer)
+    assert answer.came.wait(PATIENCE_S)
+    assert (answer.passed, event.query()) == (True, True)
+    caretaker.stop().result(PATIENCE_S)
+
+
+def test_an_event_that_could_not_be_recorded_fails_when_it_is_asked() -> None:
+    lost = RuntimeError("device lost")
+    event = UnknownDeviceEvent(lost)
+    for ask in (event.query, event.synchronize):
+        with pytest.raises(RuntimeError, match="could be recorded") as caught:
+            ask()
+        assert caught.value.__cause__ is lost
+
+
+def test_streams_are_those_of_cuda_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without CUDA asking would raise; where it is not in use, it would be initialised."""
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    devices = [torch.device(name) for name in ("cpu", "cuda:1", "meta", "cuda:0", "cuda:1")]
+    assert current_streams(devices) == {torch.device(name): name for name in ("cuda:0", "cuda:1")}
 
 
 def test_a_fake_event_passes_when_it_is_told_to() -> None:

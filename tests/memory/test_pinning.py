@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.allocators import allocate_host
+from loader_service.memory.caretaker import Caretaker
 from loader_service.memory.pinning import CudaPinner, FakePinner, Pinner, PinPolicy
 from loader_service.report import PolicyOutcome
+from tests.support.devices import CountingPinner
 
 SIZE = 1 << 20
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -174,3 +179,46 @@ def test_cuda_locks_real_memory() -> None:
     del buffer, tensor
     again = allocate_host(32 << 20)
     assert policy.pin(again), f"{address:#x} was unlocked before it was unmapped"
+
+
+@pytest.mark.gpu
+def test_cuda_locks_memory_that_ends_within_a_page_and_lets_it_go() -> None:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    pinner = CountingPinner()
+    policy = PinPolicy("required", pinner)
+    buffer = allocate_host(5000, congruent_to=100)
+    tensor = buffer.tensor
+    assert policy.pin(buffer)
+    assert pinner.locked == {buffer.address: 5000}
+    part = buffer.part(4097, 4999).tensor
+    assert part.is_pinned()
+    del buffer
+    assert tensor.is_pinned()
+    del tensor
+    assert part.is_pinned(), "the last view keeps it"
+    del part
+    assert pinner.locked == {}
+
+
+@pytest.mark.gpu
+def test_what_cuda_refuses_says_so_and_leaves_the_device_usable(warnings: pytest.LogCaptureFixture) -> None:
+    """On the pool's thread, as always: CUDA keeps an error for the next kernel of the thread that met it."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    pinner, caretaker = CudaPinner(), Caretaker()
+    buffer = allocate_host(SIZE)
+
+    def on_its_thread(call: Callable[[], None]) -> None:
+        caretaker.call(call).result(PATIENCE_S)
+
+    on_its_thread(lambda: pinner.register(buffer.address, SIZE))
+    for address in (buffer.address, 1 << 46):  # locked already; nobody's memory
+        with pytest.raises(MemoryLimitError, match=r"cudaHostRegister returned [1-9]"):
+            on_its_thread(partial(pinner.register, address, SIZE))
+    on_its_thread(lambda: pinner.unregister(buffer.address))
+    assert not buffer.tensor.is_pinned()
+    assert warnings.messages == []
+    on_its_thread(lambda: pinner.unregister(buffer.address))
+    assert len(warnings.messages) == 1
+    assert "could not unlock" in warnings.messages[0]
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    caretaker.stop().result(PATIENCE_S)
