@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn, cast
 
 import typer
@@ -30,6 +27,7 @@ from loader_service.cli.output import (
     print_line,
     print_traceback,
 )
+from loader_service.cli.signals import Interruptions, own_signals
 from loader_service.config.sizes import parse_size
 from loader_service.errors import (
     EXIT_INTERRUPTED,
@@ -58,12 +56,14 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Invocation:
-    """A parsed command line: `work` does the command and returns its exit code."""
+    """A parsed command line: `work` does the command and returns its exit code. `tells_others`: it does so also when it
+    is interrupted, where there are other ranks."""
 
     work: Callable[[], int]
     json: bool
     debug: bool
     log_level: LogLevel
+    tells_others: bool = False
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
@@ -163,7 +163,7 @@ def load_command(
 
         return run_load(LoadOptions(config, load, verify, manifest, as_json=json, debug=debug))
 
-    return _Invocation(work, json, debug, log_level)
+    return _Invocation(work, json, debug, log_level, tells_others=True)
 
 
 @app.command("demo")
@@ -208,6 +208,8 @@ def run(args: Sequence[str]) -> int:
         parsed: object = typer.main.get_command(app).main(list(args), prog_name=PROGRAM, standalone_mode=False)
         if not isinstance(parsed, _Invocation):  # --help was printed
             return parsed if isinstance(parsed, int) else EXIT_OK
+        if not parsed.tells_others and (signals := Interruptions.installed()) is not None:
+            signals.let_go()
         with logging_to_stderr(parsed.log_level, _rank_to_name()):
             return parsed.work()
     except _UsageError as error:
@@ -229,27 +231,29 @@ def run(args: Sequence[str]) -> int:
 def main() -> NoReturn:
     """The entry point of `loader-service` and `python -m loader_service`."""
     prepare_streams()
-    signal.signal(signal.SIGTERM, _interrupt)
+    signals = own_signals()
+    _quiet_torch()
     code = run(sys.argv[1:])
-    # The outcome is settled and printed: a launcher that now stops the remaining ranks must not change it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signals.settle()
     _end_process(code)
 
 
+def _quiet_torch(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Where a store is lost, each of torch's clients would write a native stack to stderr, around the line that says
+    what happened. Whoever asks torch for more gets it."""
+    if "TORCH_DISTRIBUTED_DEBUG" not in environ:
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _end_process(code: int) -> NoReturn:
-    """Ends even where a thread is stuck in the kernel: the interpreter's own end would run into it."""
+    """Ends at once: the interpreter's own end takes half a second where torch is loaded, and a thread that is stuck, or
+    comes back from the kernel meanwhile, can hold or abort it."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
             drop_stdout()
-    if any(thread.name.startswith("loader-") for thread in threading.enumerate()):
-        os._exit(code)
-    sys.exit(code)
-
-
-def _interrupt(signum: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(signum).name)
+    os._exit(code)
 
 
 def _asks_for(args: Sequence[str], option: str) -> bool:

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loader_service.errors import CheckpointError, ConfigError
+from loader_service.filling import TensorSpec
 from loader_service.planning.plan import RankPlan
 from loader_service.planning.storage import needs_raw
-from loader_service.stream import TensorSpec
 
 Index = tuple[slice, ...]
 

@@ -20,9 +20,9 @@ from loader_service.cli.checking import Reference
 from loader_service.cli.output import print_document
 from loader_service.cli.ranks import gather, place_from
 from loader_service.config.yaml_file import load_config
+from loader_service.filling import TensorSpec
 from loader_service.planning.plan import RankPlan
 from loader_service.service import BlockingLoaderService, LoaderService
-from loader_service.stream import TensorSpec
 
 ROUNDS = 3
 

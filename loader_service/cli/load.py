@@ -7,22 +7,23 @@ is cleaned up, since a launcher that sees one rank end soon stops the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
 from loader_service.agreement.messages import Phase
 from loader_service.cli import ranks
 from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
-from loader_service.cli.output import print_document, print_failure, print_line, print_traceback
+from loader_service.cli.output import print_document, print_failure, print_traceback
 from loader_service.cli.progress import LoadProgress, progress_of
+from loader_service.cli.signals import Interruptions, interruptions
 from loader_service.config.schema import ServiceConfig, check_world_size
 from loader_service.config.yaml_file import load_config
 from loader_service.errors import (
@@ -35,16 +36,15 @@ from loader_service.errors import (
     LoaderError,
     record_of,
 )
+from loader_service.filling import TensorSpec
 from loader_service.reading.threads import ReadPool
 from loader_service.report import LoadReport
 from loader_service.service import LoaderService
-from loader_service.stream import Load, TensorSpec
+from loader_service.stream import Load
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 0.05
-LAUNCHER_REPEATS_S = 1.0  # a launcher passes on the signal that a terminal has already sent to every rank
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,14 @@ class LoadOptions:
 def run_load(options: LoadOptions) -> int:
     """Runs the load on this rank and prints what is due on it. Returns the exit code."""
     place = ranks.place_from()
-    try:
-        config = _checked_config(options, place)
-    except LoaderError as error:
-        return asyncio.run(_refused(options, place, error))
-    return asyncio.run(_LoadProcess(options, place, config).main())
+    with interruptions(several_ranks=not place.alone) as signals:
+        try:
+            config = _checked_config(options, place)
+            if signals.first is not None:
+                raise LoadCancelledError(f"interrupted by {signals.first.name}")
+        except LoaderError as error:
+            return asyncio.run(_refused(options, place, error, signals))
+        return asyncio.run(_LoadProcess(options, place, config).main(signals))
 
 
 def _checked_config(options: LoadOptions, place: ranks.Place) -> ServiceConfig:
@@ -79,14 +82,23 @@ def _checked_config(options: LoadOptions, place: ranks.Place) -> ServiceConfig:
     return config
 
 
-async def _refused(options: LoadOptions, place: ranks.Place, error: LoaderError) -> int:
+async def _refused(options: LoadOptions, place: ranks.Place, error: LoaderError, signals: Interruptions) -> int:
     """The load cannot be opened on this rank: the others hear of it, and one of all says it."""
+    if not place.alone:
+        signals.keep()  # this rank is on its way out: a launcher's signal changes nothing
     if options.debug:
         print_traceback(error)
-    verdict = await ranks.tell_others(place, options.load, error)
-    record = record_of(error, rank=place.rank, phase=Phase.CONFIG.value)
-    await _Telling(options, place).tell(record if verdict is None else verdict.record(), agreed=verdict is not None)
+    await _tell_refused(_Telling(options, place), options, place, error)
     return error.exit_code
+
+
+async def _tell_refused(telling: _Telling, options: LoadOptions, place: ranks.Place, error: BaseException) -> None:
+    record = record_of(error, rank=place.rank, phase=Phase.CONFIG.value)
+
+    async def tell(verdict: LoaderError | None) -> None:
+        await telling.tell(record if verdict is None else verdict.record(), agreed=verdict is not None)
+
+    await ranks.tell_others(place, options.load, error, tell)
 
 
 class _Telling:
@@ -134,15 +146,14 @@ class _LoadProcess:
         self._progress: LoadProgress = progress_of(options.load, shown=place.rank == 0)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
-        self._signal_at_s = 0.0
+        self._later_failure: LoaderError | None = None
         self._looked_at_s = time.monotonic()
         self._stood_still_s = 0.0
 
-    async def main(self) -> int:
+    async def main(self, signals: Interruptions) -> int:
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._work())
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._interrupted, signal.Signals(number), work)
+        signals.on_first(lambda number: _call_soon(loop, self._interrupted, number, work))
         watch = loop.create_task(self._watch())
         try:
             await asyncio.wait({work})
@@ -153,22 +164,39 @@ class _LoadProcess:
                 return EXIT_OK
             if self._options.debug:
                 print_traceback(error)
-            failure = self._load.failure if self._load is not None else None
-            record = self._own_record(error) if failure is None else failure.record()
-            await self._telling.tell(record, agreed=failure is not None)
+            await self._tell(error)
             return self._exit_code(error)
         finally:
             watch.cancel()
             self._threads.stop()
 
+    async def _tell(self, error: BaseException) -> None:
+        if self._load is None:  # the service could not be entered: no other rank has heard of it
+            own = LoadCancelledError(self._why_cancelled()) if isinstance(error, asyncio.CancelledError) else error
+            await _tell_refused(self._telling, self._options, self._place, own)
+            return
+        failure = self._failure
+        record = self._own_record(error) if failure is None else failure.record()
+        await self._telling.tell(record, agreed=failure is not None)
+
+    @property
+    def _failure(self) -> LoaderError | None:
+        """The ranks' common verdict on the load, or on what they did after it."""
+        failure = self._load.failure if self._load is not None else None
+        return failure or self._later_failure
+
     # The work
 
     async def _work(self) -> None:
         report, manifest = await self._run()
+        own: Mapping[str, object] | Exception = report.as_dict()
         if self._options.manifest is not None and manifest is not None:
             path = manifest_path(self._options.manifest, self._place.rank, self._place.world_size)
-            await self._in_thread(lambda: write_manifest(path, manifest.entries))
-        reports = await ranks.gather(self._place, report.as_dict(), self._config.agreement)
+            try:
+                await self._in_thread(lambda: write_manifest(path, manifest.entries))
+            except LoaderError as error:
+                own = error
+        reports = await ranks.gather(self._place, own, self._config.agreement, on_final=self._note_final)
         if self._place.rank != 0:
             return
         if self._options.as_json:
@@ -177,6 +205,9 @@ class _LoadProcess:
             from loader_service.cli.render import show_reports
 
             show_reports(reports)
+
+    def _note_final(self, failure: LoaderError) -> None:
+        self._later_failure = failure
 
     async def _run(self) -> tuple[LoadReport, Manifest | None]:
         options = self._options
@@ -207,8 +238,7 @@ class _LoadProcess:
     async def _watch(self) -> None:
         while True:
             self._note_gap()
-            failure = self._load.failure if self._load is not None else None
-            if failure is not None:
+            if (failure := self._failure) is not None:
                 await self._telling.tell(failure.record(), agreed=True)
                 return
             self._progress.tick()
@@ -221,18 +251,13 @@ class _LoadProcess:
         self._looked_at_s = now_s
 
     def _interrupted(self, number: signal.Signals, work: asyncio.Task[None]) -> None:
-        """The first signal makes the load leave by its normal door, which tells the other ranks; a second one ends all.
+        """The first signal makes the load leave by its normal door, which tells the other ranks.
 
         A load that has failed is on its way out: a launcher's signal then changes nothing.
         """
-        now_s = time.monotonic()
         self._note_gap()
-        if self._signal is not None:
-            if self._place.alone or now_s - self._signal_at_s > LAUNCHER_REPEATS_S:
-                _leave_at_once(self._signal, number)
-            return
-        self._signal, self._signal_at_s = number, now_s
-        if self._load is None or self._load.failure is None:
+        self._signal = number
+        if self._failure is None:
             work.cancel(self._why_cancelled())
 
     # How it ended
@@ -252,8 +277,7 @@ class _LoadProcess:
             return error.exit_code
         if not isinstance(error, asyncio.CancelledError):
             return EXIT_UNEXPECTED
-        failure = self._load.failure if self._load is not None else None
-        cause = failure.record() if failure is not None else None
+        cause = self._failure.record() if self._failure is not None else None
         if cause is None or cause.error == LoadCancelledError.__name__:
             return EXIT_INTERRUPTED
         # The load had failed when the signal came: it is that failure's code.
@@ -272,6 +296,7 @@ def _look_at(
     return look
 
 
-def _leave_at_once(first: signal.Signals, second: signal.Signals) -> NoReturn:
-    print_line(f"loader-service: interrupted by {first.name}, then by {second.name}: ending at once")
-    os._exit(EXIT_INTERRUPTED)
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
+    """From a signal's handler. A loop that has been closed has nothing left to interrupt."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *args)

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, cast
@@ -61,46 +61,67 @@ def place_from(environ: Mapping[str, str] = os.environ) -> Place:
     return Place(meeting.rank, meeting.world_size, meeting)
 
 
-async def tell_others(place: Place, load: str, error: BaseException) -> LoaderError | None:
+async def tell_others(
+    place: Place, load: str, error: BaseException, on_verdict: Callable[[LoaderError | None], Awaitable[None]]
+) -> None:
     """Says on behalf of a rank whose load cannot even be opened that it fails, so that no other rank waits for it.
 
-    It takes part under the name and number that the load would have had. Returns this rank's own error or, where the
-    ranks found another cause, that one. Bounded by a few seconds, also where nobody else is there.
+    It takes part under the name and number that the load would have had. `on_verdict` is awaited before anything is
+    cleaned up, with this rank's own error or the other cause that the ranks found; with None if there is no verdict.
+    Bounded by a few seconds, also where nobody else is there.
     """
     if place.meeting is None:
-        return None
+        await on_verdict(None)
+        return
     group = join_group(place.meeting, settings=AgreementConfig(grace_s=2.0))
     session = group.session(load)
     try:
         verdict = await session.fail(error, Phase.CONFIG)
-        if verdict is None or verdict.failure is None:
-            return None
-        return error_of(verdict)
+        await on_verdict(None if verdict is None or verdict.failure is None else error_of(verdict))
     finally:
         await session.close()
         group.close()
 
 
-async def gather(place: Place, own: Mapping[str, object], settings: AgreementConfig) -> list[dict[str, object]]:
+async def gather(
+    place: Place,
+    own: Mapping[str, object] | Exception,
+    settings: AgreementConfig,
+    *,
+    on_final: Callable[[LoaderError], None] | None = None,
+) -> list[dict[str, object]]:
     """Every rank's document, in rank order, on every rank; collective. An exchange of its own after the load's.
 
-    A document travels in parts, one a phase; one too large for that comes without its longest lists, and says so.
-    Raises RankFailure for a rank that does not bring its document within `agreement.timeout_s`.
+    A document travels in parts, one a phase; one too large for that comes without its longest lists, and says so. A
+    rank that has an error instead tells it to the others, and raises it. Raises RankFailure where another rank did so,
+    or does not bring its document within `agreement.timeout_s`. `on_final` is called with the common verdict before
+    anything is cleaned up.
     """
     if place.meeting is None:
+        if isinstance(own, Exception):
+            raise own
         return [dict(own)]
     meeting = replace(place.meeting, nonce=f"{place.meeting.nonce}.reports")
     bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
     group = join_group(meeting, settings=bounded)
     session = group.session("reports")
-    part_chars = part_limit(place.world_size)
-    packed = _packed_to_fit(own, part_chars * len(PHASES))
-    texts = [""] * place.world_size
+    if on_final is not None:
+        tell = on_final
+        session.on_final(lambda verdict: tell(error_of(verdict)))
+    phase = PHASES[0]
     try:
+        if isinstance(own, Exception):
+            raise own  # noqa: TRY301 - it is told below, as any other
+        part_chars = part_limit(place.world_size)
+        packed = _packed_to_fit(own, part_chars * len(PHASES))
+        texts = [""] * place.world_size
         for number, phase in enumerate(PHASES):  # all of them: the log has to come to its end
             part = packed[number * part_chars : (number + 1) * part_chars]
             verdict = await session.exchange(phase, PhaseRecord(listed=part))
             texts = [text + cast("str", more) for text, more in zip(texts, verdict.listed or (), strict=True)]
+    except BaseException as error:
+        await session.fail(error, phase)
+        raise
     finally:
         await session.close()
         group.close()

@@ -74,9 +74,10 @@ def write_config(path: Path, checkpoint: Path, *, ranks: int = 1, **more: object
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with every read of payload in a process. `mark` is a file that the first such read makes."""
+    """What goes wrong with every read of payload in a process. `mark` is a file that the first such read makes; those
+    that wait do so until it is taken away."""
 
-    kind: Literal["input/output error", "never returns", "flips a bit"]
+    kind: Literal["input/output error", "never returns", "flips a bit", "waits"]
     mark: Path | None = None
 
 
@@ -87,18 +88,25 @@ class FaultyFile:
         self.identity = file.identity
         self._file = file
         self._fault = fault
+        self._reached = False
         with open(path, "rb") as raw:
             self._payload_start = 8 + int.from_bytes(raw.read(8), "little")
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
         if offset < self._payload_start:
             return self._file.read_into(views, offset)
-        if self._fault.mark is not None:
+        if self._fault.mark is not None and not self._reached:
+            self._reached = True
             self._fault.mark.touch()
         if self._fault.kind == "input/output error":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self._fault.kind == "never returns":
             threading.Event().wait()
+        if self._fault.kind == "waits":
+            assert self._fault.mark is not None
+            while self._fault.mark.exists():
+                time.sleep(0.02)
+            return self._file.read_into(views, offset)
         count = self._file.read_into(views, offset)
         views[0][0] ^= 1
         return count
@@ -172,7 +180,7 @@ class CommandLine:
             self._process.join()
         code = self._process.exitcode
         self._process.close()
-        ended = Ended(code or 0, self._out.read_text(), self._err.read_text())
+        ended = Ended(code or 0, self.printed(), self.logged())
         assert not late, f"the process did not end; stderr: {ended.err}"
         return ended
 

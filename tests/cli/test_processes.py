@@ -98,6 +98,22 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, checkpoint: Pa
     assert "interrupted by SIGINT, then by SIGINT: ending at once" in ended.err
 
 
+ENDS = """
+import atexit, sys
+from loader_service.cli import app
+atexit.register(print, "the interpreter's own end")
+sys.argv = ["loader-service", "schema"]
+app.main()
+"""
+
+
+def test_a_process_ends_without_the_interpreters_own_end() -> None:
+    """It would wait for, or be aborted by, a thread that is stuck or comes back meanwhile."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "loads" in json.loads(ended.stdout)["properties"]
+
+
 def test_a_failing_read_on_one_rank_ends_both_and_rank_0_alone_says_so(tmp_path: Path, checkpoint: Path) -> None:
     config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, reads={"retries": 1}, **QUICK)
     args = ["load", str(config), "--load", "all", "--json"]
@@ -136,6 +152,45 @@ def test_a_configuration_that_is_wrong_on_one_rank_only(tmp_path: Path, checkpoi
     assert (first.document["error"], first.document["rank"]) == ("ConfigError", 1)
     assert "nonsense" in first.document["message"]
     assert second.out == ""
+
+
+def test_a_refused_rank_prints_before_it_waits_for_others_and_its_launcher_changes_nothing(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Rank 0 hears of no BYE from a rank that is frozen, and waits 2 s for it."""
+    good = write_config(tmp_path / "good.yaml", checkpoint, ranks=2, **QUICK)
+    bad = write_config(tmp_path / "bad.yaml", checkpoint, ranks=2, nonsense=1)
+    first, second = start_ranks([["load", str(path), "--load", "all", "--json"] for path in (bad, good)], tmp_path)
+    second.send_signal(signal.SIGSTOP)
+    wait_until(lambda: first.printed() != "")
+    assert first.running
+    first.send_signal(signal.SIGTERM)
+    ended = first.end()
+    assert (ended.code, ended.document["error"]) == (2, "ConfigError"), ended.err
+    assert "interrupted" not in ended.err
+    second.send_signal(signal.SIGKILL)
+    second.end()
+
+
+def test_a_manifest_that_one_rank_cannot_write_is_told_to_the_others(tmp_path: Path, checkpoint: Path) -> None:
+    """Rank 1's folder of manifests goes away while it loads."""
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, **QUICK)
+    folder = tmp_path / "manifests"
+    folder.mkdir()
+    args = ["load", str(config), "--load", "all", "--json", "--manifest"]
+    mark = tmp_path / "mark"
+    first, second = start_ranks(
+        [[*args, str(tmp_path / "m.json")], [*args, str(folder / "m.json")]],
+        tmp_path,
+        faults={1: Fault("waits", mark)},
+    )
+    wait_until(mark.exists)
+    folder.rmdir()
+    mark.unlink()
+    ended = first.end()
+    assert (ended.code, ended.document["error"], ended.document["rank"]) == (4, "ConfigError", 1), ended.err
+    other = second.end()
+    assert (other.code, other.out) == (2, ""), other.err
 
 
 def test_ranks_with_different_configurations_name_the_difference_once(tmp_path: Path, checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from loader_service.agreement.messages import PHASES, PhaseRecord, Verdict
 from loader_service.cli import ranks
 from loader_service.cli.ranks import Place, Spokesman, gather, place_from, turn_to_print
 from loader_service.config.schema import AgreementConfig
-from loader_service.errors import ConfigError, FailureRecord, RankFailure
+from loader_service.errors import ConfigError, FailureRecord, LoaderError, RankFailure
 
 READ_FAILED = FailureRecord("ReadError", "no luck", 1, "read")
 RANK_0_DIED = FailureRecord("LostRank", "no sign of life", 0, "read")
@@ -217,11 +217,66 @@ async def test_a_report_that_never_comes_names_its_rank(server: TCPStore) -> Non
 
 
 async def test_a_rank_that_cannot_open_its_load_tells_the_others(server: TCPStore) -> None:
+    verdicts: list[LoaderError | None] = []
+
+    async def note(verdict: LoaderError | None) -> None:
+        verdicts.append(verdict)
+
     both = places(server, 2, "refused")
-    error = ConfigError("no such key")
-    verdicts = await asyncio.gather(*(ranks.tell_others(place, "all", error) for place in both))
+    await asyncio.gather(*(ranks.tell_others(place, "all", ConfigError("no such key"), note) for place in both))
     assert [verdict.record().error for verdict in verdicts if verdict is not None] == ["ConfigError"] * 2
     assert {verdict.rank for verdict in verdicts if verdict is not None} == {0}
+
+
+async def test_what_ends_a_load_that_cannot_be_opened_is_told_before_cleaning_up(server: TCPStore) -> None:
+    """The leader's cleaning up waits for a rank that does not leave: here for as long as it is not told to."""
+    leader, member = places(server, 2, "refused in order")
+    told, may_leave = asyncio.Event(), asyncio.Event()
+
+    async def leader_tells(verdict: LoaderError | None) -> None:
+        assert verdict is not None
+        told.set()
+
+    async def member_tells(verdict: LoaderError | None) -> None:
+        await may_leave.wait()
+
+    error = ConfigError("no such key")
+    leading = asyncio.ensure_future(ranks.tell_others(leader, "all", error, leader_tells))
+    other = asyncio.ensure_future(ranks.tell_others(member, "all", error, member_tells))
+    async with asyncio.timeout(20):
+        await told.wait()
+        assert not leading.done()
+        may_leave.set()
+        await asyncio.gather(leading, other)
+
+
+async def test_an_error_in_place_of_a_report_is_its_ranks_own_and_the_cause_on_the_others(server: TCPStore) -> None:
+    first, second = places(server, 2, "no report")
+    settings = AgreementConfig(timeout_s=20.0)
+    finals: list[LoaderError] = []
+    error = ConfigError("no room for the manifest")
+    outcomes = await asyncio.gather(
+        gather(first, {"rank": 0}, settings, on_final=finals.append),
+        gather(second, error, settings, on_final=finals.append),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[0], RankFailure)
+    assert outcomes[0].record() == FailureRecord("ConfigError", "no room for the manifest", 1, "config")
+    assert outcomes[1] is error
+    assert [final.record() for final in finals] == [outcomes[0].record()] * 2
+
+
+async def test_an_interruption_while_reports_are_gathered_is_the_cause_on_the_others(server: TCPStore) -> None:
+    first, second = places(server, 2, "interrupted")
+    settings = AgreementConfig(timeout_s=20.0)
+    gathering = asyncio.ensure_future(gather(first, {"rank": 0}, settings))
+    await asyncio.sleep(0)  # it takes part
+    gathering.cancel("interrupted by SIGTERM")
+    with pytest.raises(RankFailure, match="interrupted by SIGTERM") as caught:
+        await gather(second, {"rank": 1}, settings)
+    assert (caught.value.record().error, caught.value.rank) == ("LoadCancelledError", 0)
+    with pytest.raises(asyncio.CancelledError):
+        await gathering
 
 
 @pytest.mark.parametrize(
