@@ -26,6 +26,7 @@ from loader_service.agreement.messages import (
 from loader_service.agreement.protocol import (
     LEADER,
     SAME_VERSION_HINT,
+    SUSPECT_S,
     Collect,
     Collected,
     Effect,
@@ -219,7 +220,7 @@ class Participant:
     def _cause_of(self, lost: Lost, now_s: float) -> Failure:
         """A rank that was stopped for too long was given up, and finds the others gone: it says what they have said."""
         stopped_s, woke_at_s = self._stopped
-        if stopped_s > self._limits.timeout_s >= now_s - woke_at_s:
+        if stopped_s > self._limits.timeout_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
             return died(self.rank, self.member.phase, stopped_s, self.progress[1])
         host_rank, where = self._carrier.host_rank, self._carrier.where
         return out_of_reach(lost, self.member.phase, rank=self.rank, host_rank=host_rank, where=where)

@@ -71,7 +71,7 @@ def test_a_rank_that_holds_the_interpreter_lock_for_7_s_is_suspect_and_nothing_m
 
 # Late ----------------------------------------------------------------------------------------------------------------
 
-LATE_S = 1.5
+LATE_S = 2.5
 
 
 def dawdle(rank: Rank, phase: Phase, moves: bool, agent: str) -> None:
@@ -120,7 +120,7 @@ def test_who_makes_no_progress_is_late_in_bounded_phases_and_healthy_in_those_th
 
 # A service that is stuck ---------------------------------------------------------------------------------------------
 
-STUCK_S = 1.5
+STUCK_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_rank_whose_service_is_stuck_for_good_stops_looking_alive(agent: Agent
 
 # Long reads ----------------------------------------------------------------------------------------------------------
 
-SILENCE_S = 0.7
+SILENCE_S = 1.0
 IDLE, STREAMS, STANDS_STILL, CONSUMES_SLOWLY = range(4)
 
 
@@ -220,7 +220,7 @@ def test_ranks_that_read_for_ten_times_the_limit_or_have_nothing_to_do_are_healt
 
 # A pause of the whole machine ----------------------------------------------------------------------------------------
 
-PAUSED_S = 1.2
+PAUSED_S = 2.0
 
 
 def go_on_after_a_pause(rank: Rank, agent: str | None, agent_pid: int) -> None:

@@ -221,5 +221,5 @@ def lag_behind(rank: Rank, agent: str, who: int) -> list[str]:
 
 def test_a_thread_that_comes_late_to_the_end_of_the_log_is_not_left_waiting_for_it(agent: Agent) -> None:
     for leader, member in run_teams(lag_behind, RANKS, [(agent.address, who) for who in range(RANKS)]):
-        assert not [key for key in leader.get() if "/services/" not in key]
+        assert not [key for key in leader.get() if "/sessions/" not in key]
         member.get()
