@@ -39,7 +39,7 @@ demo: $(STAMP) ## Make a small checkpoint and load it, target and draft, on two 
 	@$(BIN)/loader-service demo $(ARGS)
 
 test: $(STAMP) ## Run all tests
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -31,14 +31,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" i
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none, and keeps tests with rank processes on one worker of pytest-xdist."""
+    """Skips what needs a GPU where there is none."""
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and not _has_cuda():
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
-    for item in items:
-        if item.get_closest_marker("processes"):  # two such tests at once would starve each other's ranks of cores
-            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def _has_cuda() -> bool:

@@ -62,9 +62,8 @@ GroupChoice: TypeAlias = "ProcessGroup | Rendezvous | Literal['solo'] | None"
 class Group:
     """The ranks that act together, as one of them sees them. Sessions follow one another, in one order on all ranks.
 
-    Nothing is connected before the first session starts. A group counts its sessions, and the store counts each rank's
-    groups of one nonce, so that keys never meet again: every rank must open its services on one process group (or
-    nonce) in the same order.
+    Nothing is connected before the first session starts. The store counts each rank's sessions of one process group
+    (or nonce), so that keys never meet again: every rank must enter its loads there in the same order, one at a time.
     """
 
     def __init__(
@@ -85,16 +84,13 @@ class Group:
         self._host_rank = host_rank
         self._meets_at = meets_at
         self._let_go = let_go
-        self._sessions = 0
 
     def session(self, name: str, describe: Mapping[Phase, Describe] | None = None) -> Session:
         """A new session for one load. `describe` names the first difference between two bodies, by phase (leader)."""
-        number, self._sessions = self._sessions, self._sessions + 1
         carrier: SoloCarrier | StoreCarrier = SoloCarrier()
         if self._meeting is not None:
             carrier = StoreCarrier(
                 meeting=self._meeting,
-                session=number,
                 rank=self.rank,
                 world_size=self.world_size,
                 heartbeat_s=self._limits.heartbeat_s,

@@ -11,6 +11,7 @@ from typing import Literal
 
 from loader_service.agreement.codec import decode_body, decode_record, decode_status, encode_entry
 from loader_service.agreement.messages import (
+    FOLLOWING_KINDS,
     JSON,
     PHASES,
     BodyRequest,
@@ -30,6 +31,7 @@ from loader_service.agreement.protocol import (
     LEADER,
     MISSED_BEATS,
     NO_ARRIVAL_HINT,
+    SAME_VERSION_HINT,
     Collect,
     Collected,
     Effect,
@@ -39,7 +41,7 @@ from loader_service.agreement.protocol import (
     Statuses,
     choose_cause,
     died,
-    died_before_the_others_were_stopped,
+    died_before_the_others_followed,
     timed_out,
 )
 from loader_service.errors import AgreementError, FailureRecord
@@ -150,7 +152,7 @@ class Leader:
     # -- failures
 
     def _unreadable(self, rank: int, text: str) -> None:
-        message = f"{text}; do all ranks run the same version of the loader?"
+        message = f"{text}; {SAME_VERSION_HINT}"
         self._failures.setdefault(
             rank, Failure("error", FailureRecord(AgreementError.__name__, message, rank, self.phase))
         )
@@ -192,7 +194,7 @@ class Leader:
         waiting_for = [rank for rank in ranks if rank not in self._failures and not self._arrived(rank)]
         if waiting_for and passed_s < self._limits.window_s:
             return []
-        if all(failure.kind == "cancelled" for failure in self._failures.values()):
+        if all(failure.kind in FOLLOWING_KINDS for failure in self._failures.values()):
             unheard = [rank for rank in waiting_for if self._unheard_since(rank, self._window_began_at_s)]
             self._find_dead(unheard)
             if set(unheard) - self._failures.keys() and passed_s < 3 * self._limits.heartbeat_s:
@@ -204,13 +206,13 @@ class Leader:
         return rank != LEADER and watch.heard and watch.beat_at_s <= since_s
 
     def _find_dead(self, unheard: list[int]) -> None:
-        """Cancellations alone are no root cause where a rank has died: its launcher stops all others at once, long
-        before the limit of silence. A rank that lives beats soon."""
+        """What follows from elsewhere is no root cause where a rank has died: its launcher stops all others at once,
+        and their own collectives fail, long before the limit of silence. A rank that lives beats soon."""
         for rank in unheard:
             watch = self._lookout.watches[rank]
             silent_s = self._looked_at_s - watch.beat_at_s
             if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
-                self._failures[rank] = died_before_the_others_were_stopped(rank, self.phase, silent_s, watch.progress)
+                self._failures[rank] = died_before_the_others_followed(rank, self.phase, silent_s, watch.progress)
 
     # -- verdicts
 

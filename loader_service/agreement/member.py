@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loader_service.agreement.codec import decode_status, encode_body, encode_record
 from loader_service.agreement.messages import (
+    FOLLOWING_KINDS,
     BodyRequest,
     Entry,
     Failure,
@@ -19,6 +20,7 @@ from loader_service.agreement.protocol import (
     LEADER,
     MISSED_BEATS,
     NO_ARRIVAL_HINT,
+    SAME_VERSION_HINT,
     Effect,
     Limits,
     Lookout,
@@ -27,7 +29,7 @@ from loader_service.agreement.protocol import (
     Statuses,
     Urge,
     died,
-    died_before_the_others_were_stopped,
+    died_before_the_others_followed,
     timed_out,
 )
 from loader_service.errors import FailureRecord
@@ -105,18 +107,18 @@ class Member:
             try:
                 decoded[LEADER] = decode_status(data)
             except MessageError as error:
-                text = f"its heartbeat cannot be read: {error}"
+                text = f"its heartbeat cannot be read: {error}; {SAME_VERSION_HINT}"
                 return self._declare(Failure("error", FailureRecord("AgreementError", text, LEADER, self.phase)))
         effects: list[Effect] = list(self._lookout.look(decoded, statuses.asked_at_s, now_s))
         watch = self._lookout.watches[LEADER]
         if self._lookout.silent(statuses.asked_at_s):
             silent_s = statuses.asked_at_s - watch.beat_at_s
             return effects + self._declare(died(LEADER, self.phase, silent_s, watch.progress))
-        if self.failure is not None and self.failure.kind == "cancelled" and watch.heard:
-            # As the leader does with the others: a launcher cancels all ranks when one has died.
+        if self.failure is not None and self.failure.kind in FOLLOWING_KINDS and watch.heard:
+            # As the leader does with the others: a launcher cancels all ranks when one has died, and collectives fail.
             silent_s = statuses.asked_at_s - watch.beat_at_s
             if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
-                dead = died_before_the_others_were_stopped(LEADER, self.phase, silent_s, watch.progress)
+                dead = died_before_the_others_followed(LEADER, self.phase, silent_s, watch.progress)
                 return effects + self._declare(dead)
         if not watch.heard and statuses.asked_at_s - self._started_at_s > self._limits.start_timeout_s:
             text = f"the leading rank did not arrive within {self._limits.start_timeout_s:g} s; {NO_ARRIVAL_HINT}"

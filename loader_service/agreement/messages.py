@@ -29,10 +29,12 @@ MAX_MESSAGE_CHARS = 4_000
 MAX_NAME_CHARS = 1_000
 MAX_PROGRESS_CHARS = 200
 
-FailureKind = Literal["error", "disagreement", "died", "timeout", "cancelled"]
+FailureKind = Literal["error", "disagreement", "died", "timeout", "consequence", "cancelled"]
 Action = Literal["go", "retry", "final"]
 Outcome = Literal["ok", "retry"]
-FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "disagreement", "died", "timeout", "cancelled")
+FAILURE_KINDS: tuple[FailureKind, ...] = ("error", "disagreement", "died", "timeout", "consequence", "cancelled")
+FOLLOWING_KINDS: frozenset[FailureKind] = frozenset({"consequence", "cancelled"})
+"""What follows from something that has happened elsewhere, more likely than not."""
 OUTCOMES: tuple[Outcome, ...] = ("ok", "retry")
 ACTIONS: tuple[Action, ...] = ("go", "retry", "final")
 

@@ -25,6 +25,8 @@ from loader_service.agreement.messages import (
 )
 from loader_service.agreement.protocol import (
     LEADER,
+    SAME_VERSION_HINT,
+    SUSPECT_S,
     Collect,
     Collected,
     Effect,
@@ -153,7 +155,7 @@ class Participant:
         """Time has passed. To be called every `tick_s`."""
         now_s = self._clock()
         self._note_gap(now_s)
-        step_s = min(now_s - self._ticked_at_s, _LONG_STEP_S)
+        step_s = min(now_s - self._ticked_at_s, _LONG_STEP_S, self._limits.timeout_s / 4)
         self._ticked_at_s = now_s
         if self.member.ended is not None:
             return
@@ -200,13 +202,15 @@ class Participant:
             self._take_statuses(incoming, now_s)
 
     def _take_loss(self, lost: Lost, now_s: float) -> None:
+        if self.lost:  # each thread of the carrier says so
+            return
         _log.warning("rank %d: no store (%s): %s %s", self.rank, self._carrier.where, lost.reason, lost.detail)
         self._note_gap(now_s)
+        self.lost = True
         self._end_alone(self._cause_of(lost, now_s))
 
     def _end_alone(self, failure: Failure) -> None:
-        """Nothing can be heard any more, and nobody is waited for."""
-        self.lost = True
+        """Nothing that can be understood comes from the others any more."""
         verdict = self.member.end_alone(failure)
         if verdict is not None:
             self._carrier.last_words(verdict)
@@ -216,7 +220,7 @@ class Participant:
     def _cause_of(self, lost: Lost, now_s: float) -> Failure:
         """A rank that was stopped for too long was given up, and finds the others gone: it says what they have said."""
         stopped_s, woke_at_s = self._stopped
-        if stopped_s > self._limits.timeout_s >= now_s - woke_at_s:
+        if stopped_s > self._limits.timeout_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
             return died(self.rank, self.member.phase, stopped_s, self.progress[1])
         host_rank, where = self._carrier.host_rank, self._carrier.where
         return out_of_reach(lost, self.member.phase, rank=self.rank, host_rank=host_rank, where=where)
@@ -242,7 +246,7 @@ class Participant:
                 if entry.sequence != following.sequence:
                     raise MessageError(f"entry {following.sequence} says that it is {entry.sequence}")  # noqa: TRY301
             except MessageError as error:
-                text = f"the log of verdicts cannot be read: {error}; do all ranks run the same version of the loader?"
+                text = f"the log of verdicts cannot be read: {error}; {SAME_VERSION_HINT}"
                 self._end_alone(Failure("error", FailureRecord(AgreementError.__name__, text, None, self.member.phase)))
                 return
             self._do(self.member.on_entry(entry))

@@ -19,6 +19,7 @@ SUSPECT_S = 5.0
 CHOICE_WINDOW_S = 0.75  # within the second that an explicit failure may take to reach everyone
 
 LEADER = 0
+SAME_VERSION_HINT = "do all ranks run the same version of the loader?"
 NO_ARRIVAL_HINT = "start it, or see that it can reach the others (GLOO_SOCKET_IFNAME, MASTER_ADDR, firewall)"
 
 
@@ -227,7 +228,7 @@ class Lookout:
 
 # -- what is the cause ------------------------------------------------------------------------------------------------
 
-_PRECEDENCE = {"error": 0, "disagreement": 0, "died": 1, "timeout": 2, "cancelled": 3}
+_PRECEDENCE = {"error": 0, "disagreement": 0, "died": 1, "timeout": 2, "consequence": 3, "cancelled": 4}
 
 
 def last_progress(progress: str) -> str:
@@ -236,7 +237,8 @@ def last_progress(progress: str) -> str:
 
 
 def choose_cause(failures: dict[int, Failure]) -> Failure:
-    """The root cause before its consequences: own error, then died, timed out, cancelled; of equals the lowest rank."""
+    """The root cause before its consequences: own error, then died, timed out, a consequence of something elsewhere,
+    cancelled; of equals the lowest rank."""
     rank = min(failures, key=lambda rank: (_PRECEDENCE[failures[rank].kind], rank))
     return failures[rank]
 
@@ -257,9 +259,9 @@ def out_of_reach(lost: Lost, phase: str, *, rank: int, host_rank: int | None, wh
     return Failure("died", FailureRecord("LostStore", text, None if rank == LEADER else LEADER, phase))
 
 
-def died_before_the_others_were_stopped(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
+def died_before_the_others_followed(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
     """A rank that has missed beats, found when the others were cancelled: a launcher stops them after a death."""
-    silence = f"no sign of life for {silent_s:.1f} s while other ranks were stopped from outside"
+    silence = f"no sign of life for {silent_s:.1f} s while other ranks were stopped or lost touch"
     text = f"{silence}; {last_progress(progress)}"
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 

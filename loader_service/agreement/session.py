@@ -20,12 +20,21 @@ from loader_service.agreement.messages import (
 )
 from loader_service.agreement.participant import Participant
 from loader_service.agreement.protocol import Limits
-from loader_service.errors import AgreementError, FailureRecord, LoadCancelledError, StateError, record_of
+from loader_service.errors import (
+    AgreementError,
+    FailureRecord,
+    LoadCancelledError,
+    RankFailure,
+    StateError,
+    record_of,
+    text_of,
+)
 
 _log = logging.getLogger("loader_service.agreement")
 
 FAIL_WAIT_S = 5.0  # the window in which a cause is chosen, and a few seconds over
 _STOP_WAIT_S = 2.0
+_DISTRIBUTED_ERRORS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 _CANCELLED = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -269,10 +278,22 @@ async def _wait_for(event: asyncio.Event, limit_s: float) -> None:
 
 
 def failure_of(error: BaseException, rank: int, phase: Phase) -> Failure:
-    """A rank's own failure as it travels. Interruptions count as cancelled: any other cause goes before them."""
+    """A rank's own failure as it travels. What an error elsewhere is likely to have caused gives way to that one."""
     if isinstance(error, _CANCELLED):
         by = str(error) or type(error).__name__
         text = f"cancelled on rank {rank} in phase {phase} ({by})"
         return Failure("cancelled", FailureRecord(LoadCancelledError.__name__, text, rank, str(phase)))
     record = record_of(error, rank=rank, phase=str(phase))
-    return Failure("cancelled" if isinstance(error, LoadCancelledError) else "error", record)
+    if isinstance(error, LoadCancelledError):
+        return Failure("cancelled", record)
+    return Failure("consequence" if _lost_touch(error) else "error", record)
+
+
+def _lost_touch(error: BaseException) -> bool:
+    """Whether the error tells that another rank, or the way to it, has failed: of a nested load, of a connection, of
+    torch's collectives (which fail within milliseconds of a death, and name no rank)."""
+    if isinstance(error, RankFailure | ConnectionError):
+        return True
+    if any(cls.__name__ in _DISTRIBUTED_ERRORS for cls in type(error).__mro__):
+        return True
+    return type(error) is RuntimeError and "/gloo/" in text_of(error)  # torch has no class for what gloo raises

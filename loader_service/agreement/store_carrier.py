@@ -48,7 +48,6 @@ class StoreCarrier:
         self,
         *,
         meeting: Meeting,
-        session: int,
         rank: int,
         world_size: int,
         heartbeat_s: float,
@@ -57,7 +56,6 @@ class StoreCarrier:
     ) -> None:
         self.host_rank = host_rank
         self._meeting = meeting
-        self._session = session
         self._rank = rank
         self._world_size = world_size
         self._look_s = heartbeat_s / (LOOKS_A_BEAT if rank == LEADER else 1)
@@ -152,7 +150,8 @@ class StoreCarrier:
         if call == self._calls_done or call != which:
             self._stalled = (call, 0.0, now_s)
         else:  # a process that was stopped itself must not hold the whole gap against the store
-            self._stalled = (call, stalled_s + min(now_s - until_s, _LONG_STEP_S), now_s)
+            step_s = min(now_s - until_s, _LONG_STEP_S, self._heartbeat_s)
+            self._stalled = (call, stalled_s + step_s, now_s)
         return self._stalled[1]
 
     def stop(self, *, tidy: bool, stopped: Callable[[], None]) -> None:
@@ -217,7 +216,7 @@ class StoreCarrier:
         if self._rank == LEADER:
             works |= {"collect": self._collect, "alarm": self._await_alarm}
         own = self._meeting.pool.borrow()
-        in_session = self._meeting.session(own, self._session)
+        in_session = self._meeting.session(own)
         if self._rank == LEADER:
             for rank in range(self._world_size):
                 in_session(own).compare_set(status_key(rank), _NOTHING, "-")

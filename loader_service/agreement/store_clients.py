@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, cast
+
+from loader_service.agreement.messages import entry_key
+
+_NEXT_WITHIN_S = 2.0
+_LOOK_S = 0.02
 
 
 class Store(Protocol):
@@ -61,11 +67,12 @@ class ClientPool:
 
 
 class Meeting:
-    """One service's place in a store. The store counts the services of each rank under `prefix`, so that ranks that
-    open their services in one order meet in the same one, also after a process was restarted.
+    """One service's way into a store. The store counts the sessions of each rank under `prefix`, so that ranks that
+    enter their loads in one order meet in the same one, also after a process was restarted.
 
     A rank can miss one: it failed before it met the others, who gave it up. So it never joins one that is older than
-    the newest that any rank has begun, and the next time all of them meet again.
+    the newest that any rank has begun; and where the newest has ended without it, it looks a moment for the next one,
+    before it takes that one's end for its own. So all of them meet again the next time.
     """
 
     def __init__(self, pool: ClientPool, prefix: str, rank: int, *, keep: bool) -> None:
@@ -73,29 +80,28 @@ class Meeting:
         self._prefix = prefix
         self._rank = rank
         self._keep = keep
-        self._lock = threading.Lock()
-        self._service: int | None = None
 
-    def session(self, client: Store, session: int) -> Callable[[Store], Store]:
-        """What turns a client into one that sees only the keys of this service's session number `session`. Blocks."""
+    def session(self, client: Store) -> Callable[[Store], Store]:
+        """What turns a client into one that sees only the keys of this rank's next session. Blocks."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
-        with self._lock:
-            if self._service is None:
-                self._service = self._next_service(client)
-        prefix = f"{self._prefix}/{self._service}/{session}"
+        prefix = f"{self._prefix}/{self._next(client)}"
         return lambda store: cast(Store, PrefixStore(prefix, store))  # type: ignore[arg-type]
 
-    def _next_service(self, client: Store) -> int:
-        own, newest = f"{self._prefix}/services/{self._rank}", f"{self._prefix}/services/newest"
-        number = client.add(own, 1)
-        known = ""
-        while int(known or 0) < number:
-            stands = bytes(client.compare_set(newest, known, str(number))).decode()
-            known = stands or known
-        if int(known) > number:
-            number = client.add(own, int(known) - number)
-        return number
+    def _next(self, client: Store) -> int:
+        own, newest = f"{self._prefix}/sessions/{self._rank}", f"{self._prefix}/sessions/newest"
+        number, known, until_s = client.add(own, 1), 0, time.monotonic() + _NEXT_WITHIN_S
+        while True:
+            while known < number:
+                stands = bytes(client.compare_set(newest, str(known or ""), str(number))).decode()
+                known = int(stands or known)
+            if known > number:
+                number = client.add(own, known - number)
+            # A verdict before this rank has said a word: they have given it up.
+            if not client.check([f"{self._prefix}/{number}/{entry_key(0)}"]) or time.monotonic() > until_s:
+                return number
+            time.sleep(_LOOK_S)
+            known = int(bytes(client.get(newest)))
 
     def close(self) -> None:
         """Drops the connections, unless later services meet in the same store (`keep`)."""

@@ -238,7 +238,7 @@ class HandleCache:
 
 
 def _close_quietly(path: str, file: OpenFile) -> None:
-    """Closing after reading can fail (EIO on network mounts) but never makes bytes wrong; others are closed, too."""
+    """Closing after reading can fail (EIO on network mounts) but never makes bytes wrong, and others must close too."""
     try:
         file.close()
     except Exception as error:  # noqa: BLE001 - whatever a storage raises

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from loader_service.agreement.memory_carrier import Delivery, MemoryBoard
 
+_MOST_STEPS = 2_000_000
+
 
 class VirtualTime:
     """A clock that only moves when there is nothing left to do at its present time."""
@@ -18,6 +20,7 @@ class VirtualTime:
         self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._steps = 0
 
     def time(self) -> float:
         return self.now_s
@@ -26,9 +29,12 @@ class VirtualTime:
         heapq.heappush(self._heap, (self.now_s + max(delay, 0.0), next(self._order), callback))
 
     def run(self, until: Callable[[], bool], *, limit_s: float) -> None:
-        """Runs timers until `until()`; fails if that takes more than `limit_s` of virtual time: somebody hangs."""
+        """Runs timers until `until()`; fails if that takes more than `limit_s` of virtual time, or without end at one
+        time: somebody hangs."""
         while not until():
             assert self._heap, "nothing is left to happen"
+            self._steps += 1
+            assert self._steps < _MOST_STEPS, f"not done after {_MOST_STEPS} steps"
             at_s, _, callback = heapq.heappop(self._heap)
             assert at_s <= limit_s, f"not done after {limit_s} s"
             self.now_s = at_s

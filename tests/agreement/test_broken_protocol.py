@@ -226,14 +226,18 @@ ALL_KINDS = some("error", "SIGKILL", "SIGSTOP", "repeats once", "takes long", ph
 STOPPED = some("error, others stopped", moments=("before", "window"), phases=PHASES, victims=(0, 1, 3))
 BREAKS = {
     "a FAIL is skipped": Break(skip_the_fail, some("error"), "had no answer to its failure"),
-    "a FAIL waits for the heartbeat": Break(tell_of_a_fail_with_the_next_heartbeat, some("error"), "knows at"),
+    "a FAIL waits for the heartbeat": Break(
+        tell_of_a_fail_with_the_next_heartbeat, some("error", phases=PHASES, weather=("calm",)), "knows at"
+    ),
     "a verdict is published twice": Break(publish_twice, ALL_KINDS, "follow"),
     "a second FINAL": Break(publish_a_second_final, some("error"), "something follows an end"),
     "the log is written by plain set": Break(
         write_the_log_by_plain_set, some("SIGKILL", victims=(0,), weather=("loses every wake-up",)), "written"
     ),
     "a repeated entry counts again": Break(
-        count_a_repeated_entry_again, some("error", weather=("repeats",)), "reads another log|is followed by"
+        count_a_repeated_entry_again,
+        some("error", weather=("repeats",)),
+        "reads another log|is followed by|not done after",
     ),
     "no BYE is said": Break(forget_the_bye, some("takes long", victims=(2,)), "rank 0 still waits"),
     "BYEs are not waited for": Break(

@@ -18,7 +18,7 @@ from tests.support.ranks import Rank, run_teams
 pytestmark = pytest.mark.processes
 
 RANKS = 2
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
 
 
 def catch_and_end(rank: Rank, agent: str) -> None:
@@ -41,7 +41,7 @@ def catch_and_end(rank: Rank, agent: str) -> None:
 
 
 def test_processes_end_after_their_store_was_frozen_or_killed() -> None:
-    """Their threads are inside a call of the store for good, or come back from it while the interpreter ends."""
+    """Their threads have failed, or are inside a call of the store for good."""
     ends = [signal.SIGSTOP, signal.SIGKILL]
     with contextlib.ExitStack() as stack:
         agents = [stack.enter_context(serving_agent()) for _ in ends]
@@ -54,6 +54,6 @@ def test_processes_end_after_their_store_was_frozen_or_killed() -> None:
             ("reads", "RankFailure LostStore None read"),
             ("reads", "RankFailure LostStore 0 read"),
         ]
-        assert [outcome.exitcode for outcome in outcomes] == [0] * RANKS
         for outcome in outcomes:
+            assert outcome.exitcode == 0, outcome.stderr
             assert_quiet(outcome.stderr)

@@ -35,7 +35,6 @@ def make_sessions(count: int) -> list[Session]:
     def make(rank: int) -> Session:
         carrier = StoreCarrier(
             meeting=Meeting(ClientPool(lambda: cast(Store, server)), "test", rank, keep=False),
-            session=0,
             rank=rank,
             world_size=count,
             heartbeat_s=LIMITS.heartbeat_s,

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.processes
 
 # The interpreter's lock ----------------------------------------------------------------------------------------------
 
-HELD_S = 6.0
+HELD_S = 7.0  # silence is counted from the look that saw the last beat, and noticed by the next one: 5 s and two looks
 
 
 class Warnings(logging.Handler):
@@ -61,7 +61,7 @@ def hold_the_interpreter(rank: Rank, agent: str) -> list[str]:
     return warnings.texts
 
 
-def test_a_rank_that_holds_the_interpreter_lock_for_6_s_is_suspect_and_nothing_more(agent: Agent) -> None:
+def test_a_rank_that_holds_the_interpreter_lock_for_7_s_is_suspect_and_nothing_more(agent: Agent) -> None:
     leader, holder = [outcome.get() for outcome in run_ranks(hold_the_interpreter, 2, agent.address)]
     assert len(leader) == 1
     assert leader[0].startswith("rank 0: rank 1 is suspect: silent for ")
@@ -71,14 +71,14 @@ def test_a_rank_that_holds_the_interpreter_lock_for_6_s_is_suspect_and_nothing_m
 
 # Late ----------------------------------------------------------------------------------------------------------------
 
-LATE_S = 1.0
+LATE_S = 2.5
 
 
 def dawdle(rank: Rank, phase: Phase, moves: bool, agent: str) -> None:
-    """Rank 1 takes three times the limit of silence for one phase, with or without a word of progress."""
+    """Rank 1 takes more than twice the limit of silence for one phase, with or without a word of progress."""
 
     async def work_long(done: asyncio.Event) -> None:
-        until_s = time.monotonic() + 3 * LATE_S
+        until_s = time.monotonic() + 2.5 * LATE_S
         step = 0
         while time.monotonic() < until_s and not done.is_set():
             await asyncio.sleep(LATE_S / 20)
@@ -120,7 +120,7 @@ def test_who_makes_no_progress_is_late_in_bounded_phases_and_healthy_in_those_th
 
 # A service that is stuck ---------------------------------------------------------------------------------------------
 
-STUCK_S = 1.0
+STUCK_S = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_rank_whose_service_is_stuck_for_good_stops_looking_alive(agent: Agent
 
 # Long reads ----------------------------------------------------------------------------------------------------------
 
-SILENCE_S = 0.5
+SILENCE_S = 1.0
 IDLE, STREAMS, STANDS_STILL, CONSUMES_SLOWLY = range(4)
 
 
@@ -220,7 +220,7 @@ def test_ranks_that_read_for_ten_times_the_limit_or_have_nothing_to_do_are_healt
 
 # A pause of the whole machine ----------------------------------------------------------------------------------------
 
-PAUSED_S = 1.2
+PAUSED_S = 2.0
 
 
 def go_on_after_a_pause(rank: Rank, agent: str | None, agent_pid: int) -> None:

@@ -75,6 +75,8 @@ def test_counted_values_are_counted_and_listed_ones_come_by_rank() -> None:
         pytest.param({0: "died", 2: "error"}, 2, id="an error before died"),
         pytest.param({3: "error", 1: "error"}, 1, id="of equals the lowest rank"),
         pytest.param({3: "cancelled", 2: "timeout"}, 2, id="timed out before cancelled"),
+        pytest.param({0: "consequence", 3: "error"}, 3, id="an error before what it has caused"),
+        pytest.param({0: "cancelled", 3: "consequence"}, 3, id="a consequence before cancelled"),
     ],
 )
 def test_the_root_cause_goes_before_its_consequences(kinds: dict[int, FailureKind], chosen: int) -> None:
@@ -120,7 +122,7 @@ def test_a_later_root_cause_is_waited_for_but_not_longer_than_the_window() -> No
     assert LIMITS.window_s <= late.time.now_s < LIMITS.heartbeat_s + 0.1
 
 
-@pytest.mark.parametrize("kind", ["cancelled", "error"])
+@pytest.mark.parametrize("kind", ["cancelled", "consequence", "error"])
 @pytest.mark.parametrize("stopped", [[0, 2], [2]], ids=["leader and member", "member only"])
 def test_a_death_that_made_the_launcher_stop_the_others_is_the_cause(kind: FailureKind, stopped: list[int]) -> None:
     """Rank 1 is killed between two beats; 0.2 s later its launcher cancels others, rank 3 reads on until it is told."""
@@ -141,7 +143,7 @@ def test_a_death_that_made_the_launcher_stop_the_others_is_the_cause(kind: Failu
         assert world.time.now_s < 3.5 + 1
         return
     assert (failure.kind, failure.record.error, failure.record.rank) == ("died", "LostRank", 1)
-    assert "while other ranks were stopped from outside" in failure.record.message
+    assert "while other ranks were stopped or lost touch" in failure.record.message
     assert world.time.now_s < 3.5 + 3 * LIMITS.heartbeat_s, "long before the limit of silence"
 
 

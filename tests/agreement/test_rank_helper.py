@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from loader_service.errors import ReadError
-from tests.support.ranks import Rank, run_ranks
+from tests.agreement.meeting import wait_until_gone
+from tests.support.ranks import Rank, run_ranks, run_teams
 
 pytestmark = pytest.mark.processes
 
@@ -48,3 +51,41 @@ def hang_on_one(rank: Rank) -> None:
 def test_a_rank_that_hangs_is_killed_and_fails_the_test_with_its_stack() -> None:
     with pytest.raises(AssertionError, match=r"ranks \[1\] did not end within 3 s(.|\n)*in hang_on_one"):
         run_ranks(hang_on_one, 2, timeout_s=3)
+
+
+def in_a_team(rank: Rank, number: int) -> tuple[int, int, int, int]:
+    rank.mark("here")
+    return rank.team, rank.rank, rank.world_size, number
+
+
+def test_teams_run_at_once_and_each_sees_only_itself() -> None:
+    seen: list[tuple[int, int, str, tuple[int, ...]]] = []
+    teams = run_teams(
+        in_a_team,
+        2,
+        [(10,), (20,), (30,)],
+        on_mark=lambda team, rank, text, pids: seen.append((team, rank, text, tuple(pids))),
+    )
+    found = [[(outcome.rank, *outcome.get()) for outcome in outcomes] for outcomes in teams]
+    assert found == [[(rank, team, rank, 2, 10 * (team + 1)) for rank in range(2)] for team in range(3)]
+    assert sorted(mark[:3] for mark in seen) == [(team, rank, "here") for team in range(3) for rank in range(2)]
+    pids_of = {mark[0]: mark[3] for mark in seen}
+    assert len({*pids_of[0], *pids_of[1], *pids_of[2]}) == 6
+
+
+def leave_a_child(rank: Rank) -> int:
+    rank.fork_child()
+    print("on its own", file=sys.stderr)
+    (child,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return int(child)
+
+
+def test_a_child_of_a_rank_is_ended_with_the_test_and_what_a_rank_prints_is_told() -> None:
+    (outcome,) = run_ranks(leave_a_child, 1)
+    wait_until_gone([outcome.get()])
+    assert outcome.stderr == "on its own\n"
+
+
+def test_a_rank_can_end_as_an_interpreter_does() -> None:
+    (outcome,) = run_ranks(Rank.end, 1)
+    assert (outcome.value, outcome.error, outcome.exitcode) == (None, None, 0)

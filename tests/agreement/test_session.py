@@ -74,7 +74,6 @@ def store_carriers() -> Callable[[int, int, float], Carrier]:
         connect()
         return StoreCarrier(
             meeting=Meeting(ClientPool(connect), "test", rank, keep=False),
-            session=0,
             rank=rank,
             world_size=world_size,
             heartbeat_s=heartbeat_s,
@@ -248,10 +247,8 @@ class LostStore:
 
 def lost_session(store: LostStore, **limits: float) -> tuple[Session, StoreCarrier]:
     meeting = Meeting(ClientPool(lambda: cast(Store, store)), "test", 1, keep=False)
-    meeting.session = lambda client, session: lambda in_session: in_session  # type: ignore[method-assign]
-    carrier = StoreCarrier(
-        meeting=meeting, session=0, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere"
-    )
+    meeting.session = lambda client: lambda in_session: in_session  # type: ignore[method-assign]
+    carrier = StoreCarrier(meeting=meeting, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere")
     return Session("load", carrier, rank=1, world_size=2, limits=replace(LIMITS, **limits)), carrier
 
 

@@ -83,6 +83,18 @@ def test_a_signal_that_comes_before_the_load_is_there_waits_for_it(now_s: list[f
     assert signals.heard == ["SIGTERM"]
 
 
+def test_a_signal_that_was_kept_ends_a_command_that_has_nobody_to_tell(now_s: list[float]) -> None:
+    signals = taken(now_s, several_ranks=True)
+    signals.tested.keep()
+    signals.tested.let_go()
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+        signals.take(signal.SIGINT)
+    signals.tested.keep()
+    signals.take(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        signals.tested.let_go()
+
+
 @pytest.mark.parametrize(
     ("several_ranks", "after_s"), [(False, 0.1), (True, LAUNCHER_REPEATS_S + 0.1)], ids=["alone", "several"]
 )

@@ -48,10 +48,7 @@ def serve() -> TCPStore:
 
 def make_seats(world_size: int) -> list[Seat]:
     nonce = f"seats {next(_nonces)}"
-    return [
-        Seat(rank, world_size, ls.Rendezvous(serve(), rank, world_size, nonce))
-        for rank in range(world_size)
-    ]
+    return [Seat(rank, world_size, ls.Rendezvous(serve(), rank, world_size, nonce)) for rank in range(world_size)]
 
 
 async def all_of(seats: Sequence[Seat], work: Callable[[Seat], Awaitable[T]]) -> list[T | BaseException]:

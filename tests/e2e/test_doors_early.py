@@ -136,30 +136,6 @@ def break_out_of_the_top_level_generator(seat: Seat, config: ls.ServiceConfig) -
         break
 
 
-def drop_on_a_thread_named(name: str) -> Callable[[Seat, ls.ServiceConfig], None]:
-    """The garbage collector ends the generator wherever it happens to run: on the threads that its end needs, too."""
-
-    class Cycle:
-        stream: Iterator[tuple[str, torch.Tensor]]
-
-    def drop(seat: Seat, config: ls.ServiceConfig) -> None:
-        before = set(threading.enumerate())
-        cycle = Cycle()
-        cycle.stream, cycle.me = ls.iter_weights(config, "target", seat.group), cycle  # type: ignore[attr-defined]
-        next(cycle.stream)
-        del cycle
-        collector = threading.Thread(target=gc.collect, name=name)
-        collector.start()
-        collector.join(30)
-        assert not collector.is_alive(), "it waits for nothing"
-        for thread in set(threading.enumerate()) - before:  # the service ends by itself; a new one comes after it
-            if thread.name == "loader-service" and thread is not collector:
-                thread.join(30)
-
-    drop.__name__ = f"drop_on_{name}"
-    return drop
-
-
 @pytest.mark.parametrize("who", [0, 1], ids=["leader", "member"])
 @pytest.mark.parametrize(
     "door",
@@ -168,8 +144,6 @@ def drop_on_a_thread_named(name: str) -> Callable[[Seat, ls.ServiceConfig], None
         break_out_of_a_generator,
         forget_a_load,
         break_out_of_the_top_level_generator,
-        drop_on_a_thread_named("loader-agreement-write"),
-        drop_on_a_thread_named("loader-read-0"),
     ],
     ids=lambda door: door.__name__,
 )
@@ -186,6 +160,42 @@ async def test_a_blocking_rank_that_stops_early_is_a_success_of_all(
                 with blocking_service(seat, config) as service:
                     found = use_blocking(service, checkpoint)
                 assert (found.error, found.complete) == (None, True)
+
+    values(await all_of(make_seats(2), in_thread(work)))
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["leader", "member"])
+@pytest.mark.parametrize("thread", ["loader-agreement-write", "loader-read-0"])
+async def test_a_generator_that_is_ended_on_a_thread_that_its_end_needs(
+    checkpoint: Checkpoint, thread: str, who: int
+) -> None:
+    """The garbage collector runs on any thread. It waits for nothing there, and the load is left soon nevertheless."""
+    config = checkpoint.config(**QUICK)
+    dropped = threading.Event()
+
+    class Cycle:
+        stream: Iterator[tuple[str, torch.Tensor]]
+
+    def drop(seat: Seat) -> None:
+        cycle = Cycle()
+        cycle.stream, cycle.me = ls.iter_weights(config, "target", seat.group), cycle  # type: ignore[attr-defined]
+        next(cycle.stream)
+        del cycle
+        collector = threading.Thread(target=gc.collect, name=thread)
+        collector.start()
+        collector.join(20)
+        waits = collector.is_alive()
+        dropped.set()
+        collector.join(20)
+        assert not waits
+
+    def work(seat: Seat) -> None:
+        if seat.rank == who:
+            drop(seat)
+            return
+        with blocking_service(seat, config) as service:
+            found = use_blocking(service, checkpoint, body=lambda _: dropped.wait(30) and None)
+        assert (found.error, found.complete) == (None, True)
 
     values(await all_of(make_seats(2), in_thread(work)))
 

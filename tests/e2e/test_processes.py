@@ -201,6 +201,35 @@ def test_a_process_that_is_interrupted_tells_the_others(
         assert (name, cause, rank, phase) == ("RankFailure", "LoadCancelledError", 1, "read")
 
 
+def reduce_in_the_body(rank: Rank, folder: str) -> None:
+    """The caller's own collective, in the middle of a load that one rank does not survive."""
+    import torch
+    import torch.distributed as dist
+
+    rank.init_process_group()
+    with ls.LoaderService.blocking(config_of(folder)) as service, service.open("target") as load:
+        for _ in load:
+            break
+        if rank.rank == 2:
+            rank.mark("about to die")
+            time.sleep(BOUND_S * 2)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_death_that_breaks_the_callers_collectives_is_named_and_not_the_collectives(checkpoint: Checkpoint) -> None:
+    """With the default limits: the dead rank is found within three heartbeats, not after a minute of silence."""
+    outcomes = run_ranks(
+        reduce_in_the_body,
+        3,
+        str(checkpoint.folder),
+        on_mark=lambda rank, _text, pids: os.kill(pids[rank], signal.SIGKILL),
+    )
+    for outcome in outcomes[:2]:
+        assert outcome.error is not None
+        assert outcome.error.name == "RuntimeError", "its own exception"
+        assert "verdict of all ranks: rank 2 failed in phase read: LostRank: no sign of life" in outcome.error.traceback
+
+
 def die_while_headers_are_read(rank: Rank, folder: str) -> None:
     storage = FakeStorage(LocalStorage())
     if rank.rank == 1:

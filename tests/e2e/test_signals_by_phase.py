@@ -45,7 +45,10 @@ def mark_when(reached: threading.Event, rank: Rank, text: str) -> None:
 
 
 def leave_in_each_phase(rank: Rank, folder: str, who: int, face: str) -> list[Told]:
-    """A service and a load for each phase, in which rank `who` says where it stands still; then one that is whole."""
+    """A service and a load for each phase, in which rank `who` says where it stands still.
+
+    Before them a load that is whole, so that no process is still starting when one is signalled; one after them.
+    """
     checkpoint = forty_of(folder)
     config = checkpoint.config(**QUICK)
     group = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "signals")
@@ -75,7 +78,7 @@ def leave_in_each_phase(rank: Rank, folder: str, who: int, face: str) -> list[To
         return found[-1]
 
     results: list[Told] = []
-    for phase in (*PHASES, None):
+    for phase in (None, *PHASES, None):
         if face == "blocking":
             results.append(blocking(phase))
             continue
@@ -112,9 +115,9 @@ def test_a_signal_in_each_phase(checkpoint: Checkpoint, face: str, number: signa
     own = {"async": "CancelledError", "blocking": "KeyboardInterrupt" if number == signal.SIGINT else "SystemExit"}
     for outcome in outcomes:
         results = outcome.get()
-        assert len(results) == len(PHASES) + 1
-        for phase, (error, notes, cause, rank, where) in zip(PHASES, results, strict=False):
-            assert (cause, rank, where) == ("LoadCancelledError", who, str(phase))
+        assert len(results) == len(PHASES) + 2
+        for phase, (error, notes, cause, rank, where) in zip(PHASES, results[1:], strict=False):
+            assert (cause, rank, where) == ("LoadCancelledError", who, str(phase)), results
             assert error == (own[face] if outcome.rank == who else "RankFailure")
             assert len(notes) == (outcome.rank == who)
         assert results[-1] == ("NoneType", [], None, None, None), "and the next service loads"

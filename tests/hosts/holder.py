@@ -30,31 +30,32 @@ def mount(source: str, target: str, kind: str, flags: int) -> None:
 
 
 def put_over(target: str, text: str) -> None:
-    """Lets the host see a file with `text` at `target`. No file is left anywhere."""
+    """Lets the host see a file with `text` at `target`, if there is one. No file is left anywhere."""
+    if not os.path.exists(target):
+        return
     draft = Path("/dev/shm/draft")
     draft.write_text(text)
     mount(str(draft), os.path.realpath(target), "", MS_BIND)
     draft.unlink()
 
 
-def others_here() -> list[int]:
-    """The processes in this host, but for this one and `unshare`, which waits for it."""
-    own = os.readlink("/proc/self/ns/net")
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) in {os.getpid(), os.getppid()}:
-            continue
+def processes_in(network: str) -> set[int]:
+    """The processes in a network namespace, which `/proc/PID/ns/net` names."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.readlink(f"/proc/{name}/ns/net") == own:
-                found.append(int(name))
+            if os.readlink(f"/proc/{name}/ns/net") == network:
+                found.add(int(name))
         except OSError:  # it has just ended
             continue
     return found
 
 
 def end_others() -> None:
+    """Ends all in this host, but for this process and `unshare`, which waits for it."""
+    network = os.readlink("/proc/self/ns/net")
     until_s = time.monotonic() + END_WITHIN_S
-    while (pids := others_here()) and time.monotonic() < until_s:
+    while (pids := processes_in(network) - {os.getpid(), os.getppid()}) and time.monotonic() < until_s:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -72,9 +72,5 @@ def cause(outcome: Outcome) -> tuple[str, str | None, int | None]:
     assert outcome.error is not None, outcome
     assert outcome.exitcode == 0, outcome
     assert outcome.error.exit_code == 4, outcome.error
-    return outcome.error.name, _record(outcome), outcome.error.rank
-
-
-def _record(outcome: Outcome) -> str | None:
-    assert outcome.error is not None
-    return None if outcome.error.record is None else outcome.error.record.error
+    assert outcome.error.record is not None
+    return outcome.error.name, outcome.error.record.error, outcome.error.rank

@@ -26,6 +26,7 @@ from typing import IO, Any, Literal
 
 import pytest
 
+from tests.hosts.holder import processes_in
 from tests.support.ranks import free_port
 
 DEVICE = "eth0"
@@ -52,12 +53,7 @@ class Host:
     def pids(self) -> list[int]:
         """The processes that run in it, but for its own."""
         network = os.readlink(f"/proc/{self.pid}/ns/net")
-        found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has just ended
-                if os.readlink(f"/proc/{name}/ns/net") == network:
-                    found.append(int(name))
-        return sorted(set(found) - {self.pid, self.maker})
+        return sorted(processes_in(network) - {self.pid, self.maker})
 
     def ip(self, *commands: str) -> None:
         """Runs commands of `ip` in this host."""
