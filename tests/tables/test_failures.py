@@ -14,10 +14,11 @@ from loader_service.agreement.node import NodeGroup
 from loader_service.config.schema import ServiceConfig
 from loader_service.reading.fake import FakeStorage
 from tests.e2e.doors import Hold
-from tests.e2e.seats import Seat, all_of, make_seats, values
+from tests.e2e.seats import WATCHDOG_S, Seat, all_of, make_seats, values
 from tests.support.checkpoints import Checkpoint
 from tests.tables.making import (
     LAYOUTS,
+    QUICK,
     WEIGHT,
     assert_table,
     config_of,
@@ -219,7 +220,8 @@ async def test_the_others_hear_of_a_failure_before_the_failed_rank_has_cleaned_u
     path = place_of(checkpoint, WEIGHT)[0]
     gate = seats[0].storage.block(path, within=(start, start + 1))
     seats[0].storage.fail(path, errno.EIO, within=(stop - 1, stop), times=None)
-    settings = config_of(checkpoint, rules(layout), 2, reads={**BUFFERED, "threads": 2})
+    patient = {**QUICK, "grace_s": 2 * WATCHDOG_S}  # so long it would wait for its own read
+    settings = config_of(checkpoint, rules(layout), 2, reads={**BUFFERED, "threads": 2}, agreement=patient)
     told = asyncio.Event()
 
     async def work(seat: Seat) -> Result:
@@ -234,7 +236,10 @@ async def test_the_others_hear_of_a_failure_before_the_failed_rank_has_cleaned_u
                 gate.release()
             return await filling
 
-    (first,), (second,) = values(await all_of(seats, work))
+    try:
+        (first,), (second,) = values(await all_of(seats, work))
+    finally:
+        gate.release()
     assert isinstance(first, ls.ReadError)
     assert isinstance(second, ls.RankFailure)
     assert second.rank == 0
