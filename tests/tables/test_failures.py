@@ -231,15 +231,15 @@ async def test_the_others_hear_of_a_failure_before_the_failed_rank_has_cleaned_u
                 await filling
                 told.set()
             else:
-                await told.wait()
-                assert not filling.done(), "its own read has not come back"
-                gate.release()
+                try:
+                    async with asyncio.timeout(20):
+                        await told.wait()
+                    assert not filling.done(), "its own read has not come back"
+                finally:
+                    gate.release()
             return await filling
 
-    try:
-        (first,), (second,) = values(await all_of(seats, work))
-    finally:
-        gate.release()
+    (first,), (second,) = values(await all_of(seats, work))
     assert isinstance(first, ls.ReadError)
     assert isinstance(second, ls.RankFailure)
     assert second.rank == 0
