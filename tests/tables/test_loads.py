@@ -134,6 +134,26 @@ async def test_what_is_read_is_what_was_planned(tmp_path: Path, layout: str) -> 
                 )
 
 
+async def test_a_large_table_does_not_pay_for_gaps_between_small_tensors(tmp_path: Path) -> None:
+    """A gap of 40 bytes is more than 5 % of what is streamed, though not of the whole."""
+    names: dict[str, Any] = {
+        "a": ("U8", (100,)),
+        "b.skipped": ("U8", (40,)),
+        "c": ("U8", (100,)),
+        "d.table": ("U8", (ROWS, 1000)),
+    }
+    checkpoint = write_checkpoint(tmp_path, {"a.safetensors": names})
+    load = {"skip": ["*.skipped"], "rules": [{"match": "*.table", "host_resident": {"layout": "per_rank"}}]}
+    (seat,) = make_seats(1)
+    async with service_of(seat, config_of(checkpoint, load, 1)) as service:
+        plan = (await service.plan("target")).for_rank(0)
+        async with service.open("target") as opened:
+            async for _, value in opened:
+                if isinstance(value, ls.RowSource):
+                    await asyncio.to_thread(own_rows, value)
+    assert plan.read_bytes == plan.payload_bytes == opened.report.read_bytes == 200 + ROWS * 1000
+
+
 async def test_the_draft_reads_nothing_of_the_targets_tables(tmp_path: Path) -> None:
     names: dict[str, Any] = {
         "mtp.0.a": ("F32", (30,)),
