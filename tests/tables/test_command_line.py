@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,13 @@ def check_manifest(found: dict[str, Any], checkpoint: Checkpoint, rows: tuple[in
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_load_verifies_hashes_and_counts_rows_like_the_rest(
-    checkpoint: Checkpoint, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    layout: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("loader_service.cli.load.pieces", partial(pieces, piece_bytes=500))
     config, out = write_config(tmp_path, checkpoint, layout, 1), tmp_path / "manifest.json"
     assert app.run(["load", str(config), "--load", "target", "--verify", "--manifest", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
