@@ -84,7 +84,8 @@ class Engine:
         self.memory_rooms: Callable[[], tuple[Room, ...]] = (
             memory_rooms  # how much memory is free; tests say it themselves
         )
-        self.table_turn = asyncio.Lock()  # one host table at a time, in the order of the calls
+        self.entering = asyncio.Lock()  # loads and tables meet the other ranks in the order of the calls
+        self.table_turn = asyncio.Lock()  # one host table at a time is filled, in the same order
         self.table_tasks: set[asyncio.Task[object]] = set()
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 

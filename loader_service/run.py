@@ -101,7 +101,8 @@ class LoadRun:
             self._session.on_final(self._final_arrived)
             opening = Opening(self._engine, self.name, self._session, self._fallbacks)
             with self._timed(Phase.CONFIG):
-                verdict = await opening.config()
+                async with self._engine.entering:
+                    verdict = await opening.config()
             with self._timed(Phase.CATALOG):
                 catalog = await opening.catalog()
             with self._timed(Phase.PLAN):

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -88,11 +88,13 @@ class TableRun:
         self._task = task
         engine.table_tasks.add(task)
         try:
-            # Before its turn has come: sessions are counted, on all ranks alike.
             self._session = session = engine.group.session(f"{self._load}: {self._name}", describe=DESCRIBE)
             session.on_final(self._final_arrived)
-            async with engine.table_turn:
-                table = await self._fill(session)
+            opening = Opening(engine, self._load, session, [])
+            async with engine.entering:
+                met = await self._meet_ranks(opening)
+            async with self._turn(session):
+                table = await self._fill(session, opening, met)
             await session.close()
         except BaseException as error:
             self._task = None  # this rank's own FAIL brings a verdict, too
@@ -114,12 +116,31 @@ class TableRun:
         if self._task is not None:
             self._task.cancel(_FINAL)
 
-    async def _fill(self, session: Session) -> HostTable:
+    async def _meet_ranks(self, opening: Opening) -> Verdict:
+        card = await self._engine.in_thread(self._open_door, what="opening a socket for this node")
+        return await opening.config(table=self._name, card=card.as_json())
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, session: Session) -> AsyncIterator[None]:
+        """Waits for the tables that were asked for before. That takes its time, and is no silence."""
+        waiting = asyncio.ensure_future(self._engine.table_turn.acquire())
+        try:
+            seconds = 0
+            while not (await asyncio.wait((waiting,), timeout=1.0))[0]:
+                seconds += 1
+                session.report_progress(f"waiting for its turn for {seconds} s")
+        except BaseException:
+            if not waiting.cancel():
+                self._engine.table_turn.release()
+            raise
+        try:
+            yield
+        finally:
+            self._engine.table_turn.release()
+
+    async def _fill(self, session: Session, opening: Opening, met: Verdict) -> HostTable:
         engine = self._engine
-        opening = Opening(engine, self._load, session, [])
-        card = await engine.in_thread(self._open_door, what="opening a socket for this node")
-        verdict = await opening.config(table=self._name, card=card.as_json())
-        told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
+        told = [cast("Mapping[str, object]", facts) for facts in met.listed or ()]
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
         self._phase = Phase.CATALOG
         catalog = await opening.catalog()
@@ -134,7 +155,7 @@ class TableRun:
         if part is None:
             raise self._no_table()
         hosts = self._check([cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
-        engine.size_threads(verdict.counts.get("node", {}))
+        engine.size_threads(met.counts.get("node", {}))
         ranges = await self._allocate(session, plan, part, hosts)
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
