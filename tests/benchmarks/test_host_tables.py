@@ -60,6 +60,14 @@ def test_threads_fill_a_view_that_is_no_multiple_of_their_chunks(
         host_tables_sides.read_in_threads(table.path, table.path.stat().st_size - 5, view)
 
 
+def test_a_page_cache_that_stays_in_another_state_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table(tmp_path, MIB)
+    assert host_tables.prepare(Series(OURS, 1, "warm", table.nbytes), table)[0] in (1.0, None)
+    monkeypatch.setattr(host_tables, "cached_share", lambda _: 0.5)
+    with pytest.raises(RuntimeError, match=r"50\.0% of the file is cached where it is to be cold"):
+        host_tables.prepare(Series(OURS, 1, "cold", table.nbytes), table)
+
+
 def test_a_run_lasts_from_the_first_start_to_the_last_end() -> None:
     run = host_tables.run_of([Took(10.0, 12.0, 0.5), Took(10.5, 13.0, 0.25, "direct")], 0.0, 7)
     assert run == Run(3.0, 0.75, 2.5, 0.0, 7, "direct")
