@@ -100,7 +100,9 @@ class ReadsConfig(FrozenModel):
         BeforeValidator(fields.choice("auto", "buffered", later=("direct",))),
         WithJsonSchema({"enum": ["auto", "buffered"]}),
     ] = Field(
-        default="auto", description="How files are opened. In this version auto means buffered; direct is refused."
+        default="auto",
+        description="How files are read. auto: rows of host-resident tables past the page cache where possible, "
+        "all else through it; buffered: everything through it. In this version direct is refused.",
     )
     sharing: Annotated[
         Literal["auto", "none", "page_cache", "staging"],
@@ -140,8 +142,8 @@ class StagingConfig(FrozenModel):
         WithJsonSchema({"enum": ["auto", "required", "never"]}),
     ] = Field(
         default="auto",
-        description="Page-locked staging memory: auto pins where an accelerator is and goes on unpinned with a warning "
-        "where pinning is refused; required fails there.",
+        description="Page-locked staging memory and host-resident tables: auto pins where an accelerator is and goes "
+        "on unpinned with a warning where pinning is refused; required fails there.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Page-locked staging memory: who can lock it, what the configuration asked for, and what came of it."""
+"""Page-locked memory of staging and host tables: who can lock it, what was asked for, and what came of it."""
 
 from __future__ import annotations
 

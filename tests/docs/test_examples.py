@@ -12,7 +12,9 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
+import torch
 import yaml
+from safetensors import safe_open
 
 import loader_service as ls
 from loader_service.cli.app import run
@@ -24,6 +26,8 @@ LOADS = {"target": {"skip": ["mtp.*"]}, "draft": {"key_prefixes": ["mtp.0.", "mt
 API = "docs/python-api.md"
 FIRST, *OTHERS = blocks(API, "python")
 DRAFT_TENSORS = 66
+TABLES = "docs/host-tables.md"
+TABLE_SHARD = "model-00002-of-00005.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,31 @@ def test_an_api_example_runs(block: Block, folder: Path, monkeypatch: pytest.Mon
     execute(FIRST, API, names)
     if block is not FIRST:
         execute(block, API, names)
+
+
+@pytest.mark.parametrize("layout", ["per_rank", "shared"])
+@pytest.mark.parametrize("block", blocks(TABLES, "python"), ids=lambda block: f"line-{block.line}")
+def test_an_example_of_the_tables_runs_with_the_configuration_shown(
+    block: Block, layout: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shown,) = blocks(TABLES, "yaml")
+    document = yaml.safe_load(shown.text)
+    (rule,) = document["loads"]["target"]["rules"]
+    assert (document["mesh"], document["staging"]["pin"]) == ({"tp": 4}, "required")
+    rule["host_resident"]["layout"] = layout
+    here = {"checkpoint": {"path": str(folder / "checkpoint")}, "mesh": {"tp": 1}, "staging": {"pin": "never"}}
+    (tmp_path / "tables.yaml").write_text(yaml.safe_dump(document | here))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    execute(block, TABLES, names)
+    found = [value.tensor for value in names.values() if isinstance(value, ls.HostTable)]
+    found += [shard for shard in (names.get("shard"),) if isinstance(shard, torch.Tensor)]
+    assert found
+    with safe_open(folder / "checkpoint" / TABLE_SHARD, framework="pt") as file:
+        tables = [file.get_tensor(name) for name in file.keys() if ".engram.embed." in name]  # noqa: SIM118
+    for tensor in found:
+        (stored,) = (table for table in tables if (table.dtype, table.shape) == (tensor.dtype, tensor.shape))
+        assert torch.equal(tensor.view(torch.uint8), stored.view(torch.uint8))
 
 
 def test_the_api_examples_use_every_form_of_consumption() -> None:
