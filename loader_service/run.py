@@ -80,6 +80,11 @@ class LoadRun:
         final = self._session.final if self._session is not None else None
         return None if final is None else error_of(final)
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the common verdict is that all ranks have succeeded, from the moment it arrives."""
+        return self._session is not None and self._session.succeeded
+
     # Entering
 
     def begin(self) -> None:
@@ -120,7 +125,8 @@ class LoadRun:
 
     async def _agree_on_config(self) -> Mapping[str, int]:
         engine = self._engine
-        record = config_record(engine.config, self.name, node=engine.node, coords=engine.coords)
+        world_size = engine.group.world_size
+        record = config_record(engine.config, self.name, node=engine.node, world_size=world_size, coords=engine.coords)
         verdict = await self._exchange(record)
         self._engine.set_coords(verdict.listed)
         return verdict.counts.get("node", {})
@@ -282,10 +288,7 @@ class LoadRun:
         if self._left:
             return
         again, self._leaving, self._failing = self._failing, True, True
-        await uninterrupted(self._wait_for_the_end() if again else self._fail_and_clean_up(error))
-
-    async def _wait_for_the_end(self) -> None:
-        await self._over.wait()
+        await uninterrupted(self._over.wait() if again else self._fail_and_clean_up(error))
 
     async def _fail_and_clean_up(self, error: BaseException) -> None:
         session, telling = self._session, None
@@ -308,8 +311,7 @@ class LoadRun:
     def attach_verdict(self, error: BaseException) -> None:
         """Adds to this rank's own exception what all ranks found, once the load has failed. Never raises."""
         if self._session is not None and self._failing and self._left:
-            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
-                attach_verdict(error, self._session, self._phase)
+            attach_verdict(error, self._session, self._phase)
 
     async def _stop_reading(self) -> None:
         if self._scheduler is not None:
@@ -351,7 +353,8 @@ class LoadRun:
         try:
             yield
         except BaseException as error:
-            log.debug("load '%s': %s failed: %r", self.name, phase.value, error)
+            told = self._record(error)  # an exception of another's class may have no text
+            log.debug("load '%s': %s failed: %s: %s", self.name, phase.value, told.error, told.message)
             raise
         finally:
             self._phases[phase.value] = time.monotonic() - started

@@ -81,6 +81,9 @@ class Fault:
     mark: Path | None = None
 
 
+_first_read = threading.Lock()  # taken for good by the first faulty read of a process
+
+
 class FaultyFile:
     """A file whose header can be read and whose payload cannot."""
 
@@ -88,15 +91,13 @@ class FaultyFile:
         self.identity = file.identity
         self._file = file
         self._fault = fault
-        self._reached = False
         with open(path, "rb") as raw:
             self._payload_start = 8 + int.from_bytes(raw.read(8), "little")
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
         if offset < self._payload_start:
             return self._file.read_into(views, offset)
-        if self._fault.mark is not None and not self._reached:
-            self._reached = True
+        if self._fault.mark is not None and _first_read.acquire(blocking=False):
             self._fault.mark.touch()
         if self._fault.kind == "input/output error":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
