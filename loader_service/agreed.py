@@ -104,9 +104,8 @@ DESCRIBE: Mapping[Phase, Describe] = {
 
 
 def as_reported(error: BaseException) -> BaseException:
-    """What the other ranks are told: cancellation and interrupts, by whatever name, are one cause to them. Never raises,
-    whatever class the error has: so it asks for the class itself, which `isinstance` does not do alone."""
-    if issubclass(type(error), Exception):
+    """What the other ranks are told: cancellation and interrupts, by whatever name, are one cause. Never raises."""
+    if issubclass(type(error), Exception):  # `isinstance` may run code of the caller's own class
         return error
     text, name = text_of(error), name_of(error)
     if issubclass(type(error), asyncio.CancelledError):

@@ -247,7 +247,7 @@ class LoadRun:
         """
         if not self.open:
             return
-        clean = error is None or isinstance(error, GeneratorExit)  # an abandoned generator leaves as a `break` does
+        clean = error is None or issubclass(type(error), GeneratorExit)  # an abandoned generator: a `break`
         again, self._leaving = self._leaving, True
         if not clean:
             assert error is not None
@@ -353,8 +353,7 @@ class LoadRun:
         try:
             yield
         except BaseException as error:
-            told = self._record(error)  # an exception of another's class may have no text
-            log.debug("load '%s': %s failed: %s: %s", self.name, phase.value, told.error, told.message)
+            log.debug("load '%s': %s failed: %s", self.name, phase.value, self._record(error))
             raise
         finally:
             self._phases[phase.value] = time.monotonic() - started

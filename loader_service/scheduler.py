@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, cast
 
 from loader_service.bridge import Channel
 from loader_service.checkpoint.catalog import Shard

@@ -204,7 +204,7 @@ class _Face:
 
     @property
     def succeeded(self) -> bool:
-        """Whether all ranks have succeeded, as soon as it is known: also where a cancellation then cuts leaving short."""
+        """Whether all ranks have succeeded, as soon as it is known: also where leaving is then cut short."""
         return self._run.succeeded
 
     def spec(self, name: str) -> TensorSpec:

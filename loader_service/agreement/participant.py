@@ -230,14 +230,14 @@ class Participant:
         if lost.own is not None:
             return replace(lost.own, record=replace(lost.own.record, rank=self.rank, phase=str(self.member.phase)))
         stopped_s, woke_at_s = self._stopped
-        if stopped_s > self._limits.timeout_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
+        if stopped_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
             return died(self.rank, self.member.phase, stopped_s, self.progress[1])
         host_rank, where = self._carrier.host_rank, self._carrier.where
         return out_of_reach(lost, self.member.phase, rank=self.rank, host_rank=host_rank, where=where)
 
     def _note_gap(self, now_s: float) -> None:
         gap_s = now_s - self._ticked_at_s
-        if gap_s > self._limits.timeout_s:
+        if gap_s > self._limits.timeout_s - 2 * self._limits.heartbeat_s:  # the last beats before it may have been late
             self._stopped = (gap_s, now_s)
 
     def _take_statuses(self, incoming: Statuses, now_s: float) -> None:
