@@ -307,7 +307,7 @@ def records_of(catalog: Catalog, world_size: int) -> Records:
     mesh = Mesh.row_major(None, world_size)
     gap_bytes = config.reads.coalesce_gap_bytes
     plan = make_plan(catalog, "target", config.loads["target"], mesh, coalesce_gap_bytes=gap_bytes)
-    first = config_record(config, "target", node="", coords=None)
+    first = config_record(config, "target", node="", world_size=1, coords=None)
     common = dict.fromkeys(PHASES, PhaseRecord()) | {
         Phase.CATALOG: catalog_record(catalog),
         Phase.PLAN: plan_record(plan),

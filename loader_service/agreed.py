@@ -6,6 +6,7 @@ Also how a rank's exception becomes what the others are told, and how it gets th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ from loader_service.checkpoint.differences import Row, describe_difference, desc
 from loader_service.checkpoint.refusal import shown
 from loader_service.config.normalised import describe_config_difference, normalised
 from loader_service.config.schema import ServiceConfig
-from loader_service.errors import AgreementError, LoadCancelledError, LoaderError, RankFailure, text_of
+from loader_service.errors import AgreementError, LoadCancelledError, LoaderError, RankFailure, name_of, text_of
 from loader_service.planning.plan import PLANNER_VERSION, LoadPlan
 
 
@@ -28,6 +29,7 @@ def config_record(
     load: str,
     *,
     node: str,
+    world_size: int,
     coords: Mapping[str, int] | None,
     table: str | None = None,
     card: JSON = None,
@@ -38,7 +40,7 @@ def config_record(
     Either every rank gives coordinates or none does; what they are may differ, that is their purpose.
     """
     given = None if coords is None else "given"
-    facts = {"load": load, "table": table, "planner": PLANNER_VERSION, "coords": given}
+    facts = {"load": load, "table": table, "planner": PLANNER_VERSION, "world_size": world_size, "coords": given}
     body = cast(JSON, {**facts, **normalised(config, load)})
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return PhaseRecord(
@@ -111,11 +113,11 @@ DESCRIBE: Mapping[Phase, Describe] = {
 
 
 def as_reported(error: BaseException) -> BaseException:
-    """What the other ranks are told: cancellation and interrupts, by whatever name, are one cause to them."""
-    if isinstance(error, Exception):
+    """What the other ranks are told: cancellation and interrupts, by whatever name, are one cause. Never raises."""
+    if issubclass(type(error), Exception):  # `isinstance` may run code of the caller's own class
         return error
-    text, name = text_of(error), type(error).__name__
-    if isinstance(error, asyncio.CancelledError):
+    text, name = text_of(error), name_of(error)
+    if issubclass(type(error), asyncio.CancelledError):
         return LoadCancelledError(f"the load was cancelled ({name})" if text == name else text)
     return LoadCancelledError(f"interrupted by {name}" if text == name else f"interrupted by {name} ({text})")
 
@@ -124,18 +126,23 @@ def attach_verdict(error: BaseException, session: Session, phase: Phase) -> None
     """Completes a rank's own exception: where it happened and, among several ranks, a note with what all of them found.
 
     The note's text is that of the RankFailure that the other ranks raise, also where this rank is the cause. An error
-    that is itself the verdict gets none, nor does any after a success of all ranks.
+    that is itself the verdict gets none, nor does any after a success of all ranks. Never raises: a class of the
+    caller's own may refuse, with whatever it likes.
     """
-    if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
-        error.rank = session.rank if getattr(error, "rank", None) is None else error.rank
-        error.phase = phase.value if getattr(error, "phase", None) is None else error.phase
+    with contextlib.suppress(BaseException):
+        if isinstance(error, LoaderError) and not isinstance(error, RankFailure | AgreementError):
+            error.rank = session.rank if getattr(error, "rank", None) is None else error.rank
+            error.phase = phase.value if getattr(error, "phase", None) is None else error.phase
+    with contextlib.suppress(BaseException):
+        note = _note_for(error, session)
+        if note is not None and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def _note_for(error: BaseException, session: Session) -> str | None:
     if session.world_size == 1 or session.succeeded:
-        return
+        return None
     if session.final is None:
-        note = "outcome unknown: the other ranks were told, but no verdict came back in time"
-    else:
-        note = f"verdict of all ranks: {error_of(session.final)}"
-        if isinstance(error, RankFailure | AgreementError) and text_of(error) in note:
-            return
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+        return "outcome unknown: the other ranks were told, but no verdict came back in time"
+    note = f"verdict of all ranks: {error_of(session.final)}"
+    return None if isinstance(error, RankFailure | AgreementError) and text_of(error) in note else note

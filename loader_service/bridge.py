@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
-from loader_service.errors import MemoryLimitError, StateError
+from loader_service.errors import MemoryLimitError, StateError, text_of
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class _Call(Generic[T]):
             self.done.set_exception(asyncio.CancelledError())
             return
         error = task.exception()
-        if isinstance(error, _Carried):
+        if type(error) is _Carried:  # by class alone: another's exception may lie about its own
             error = error.error
         if error is not None:
             self.done.set_exception(error)
@@ -159,7 +159,7 @@ class ServiceLoop:
 
         def report(done: concurrent.futures.Future[object]) -> None:
             if (error := done.exception()) is not None:
-                log.warning("a generator that was dropped could not be left well: %s", error)
+                log.warning("a generator that was dropped could not be left well: %s", text_of(error))
 
         self._call(coroutine, inside=True, then_stop=then_stop).done.add_done_callback(report)
 

@@ -18,7 +18,7 @@ from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
-from loader_service.errors import ReadError, StateError
+from loader_service.errors import ReadError, StateError, name_of, text_of
 from loader_service.memory.admission import Room, memory_rooms
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
@@ -140,7 +140,7 @@ class Engine:
         closed = asyncio.wrap_future(closing.submit(self.handles.close))
         await asyncio.wait([closed], timeout=grace_s)
         if closed.done() and (error := closed.exception()) is not None:  # a storage's own; the bytes are not wrong
-            log.warning("files could not be closed: %r", error)
+            log.warning("files could not be closed: %s: %s", name_of(error), text_of(error))
         closing.stop()
 
     async def in_thread(
@@ -166,8 +166,8 @@ class Engine:
             done, _ = await asyncio.wait((waiting,), timeout=min(1.0, limit_s / 4))
             if done:
                 error = waiting.exception()
-                if error is not None and not isinstance(error, Exception):  # SystemExit, whoever raised it there
-                    raise ReadError(f"{type(error).__name__} in {what}: {error}") from error
+                if error is not None and not issubclass(type(error), Exception):  # SystemExit, whoever raised it there
+                    raise ReadError(f"{name_of(error)} in {what}: {text_of(error)}") from error
                 return waiting.result()
             now_at = progress()
             if on_progress is not None:

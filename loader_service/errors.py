@@ -7,8 +7,13 @@ Every error names what happened, where (rank, phase, path, tensor, errno) and wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar, cast
+
+T = TypeVar("T")
+
+MAX_TEXT_CHARS = 64 << 10  # of what an exception says; what travels to other ranks is cut further
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -181,43 +186,80 @@ def error_from_record(record: FailureRecord) -> LoaderError:
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, or its class's name. Classes of the caller's own may fail even at that."""
-    try:
-        return str(error) or type(error).__name__
-    except Exception:  # noqa: BLE001 - whatever it is, it must not stop the news of the failure
-        return f"{type(error).__name__}, which cannot be put into words"
+    """What an exception says, or its class's name, as a plain text of bounded length. Never raises.
+
+    Classes of the caller's own may fail even at that.
+    """
+    said = _got(lambda: _plain(str(error)))
+    if said is None:
+        return f"{name_of(error)}, which cannot be put into words"
+    return said or name_of(error)
+
+
+def name_of(error: BaseException) -> str:
+    """The name of an exception's class. Never raises."""
+    return _got(lambda: _plain(type(error).__name__)) or BaseException.__name__
 
 
 def record_of(error: BaseException, *, rank: int | None = None, phase: str | None = None) -> FailureRecord:
     """A record for any exception; `rank` and `phase` fill what the error itself does not say. Never raises.
 
-    Exceptions may be of the caller's own making and hold anything: only texts and numbers get into the record.
+    Exceptions may be of the caller's own making and hold anything: only plain texts of bounded length and numbers of 64
+    bits get into the record, and what is none of these is left out.
     """
-    name = type(error).__name__
-    if isinstance(error, LoaderError):
-        try:
-            own = error.record()
-        except Exception:  # noqa: BLE001 - a subclass that does not call LoaderError's __init__
-            return FailureRecord(name, text_of(error), rank, phase)
+    name, said = name_of(error), text_of(error)
+    if issubclass(type(error), LoaderError):
+        own = _got(lambda: cast(LoaderError, error).record())  # not there in a class that skips LoaderError's __init__
+        own_rank, own_phase = _number_at(own, "rank"), _text_at(own, "phase")
         return FailureRecord(
-            own.error,
-            str(own.message) or text_of(error),
-            rank if own.rank is None else own.rank,
-            phase if own.phase is None else own.phase,
-            _text(own.path),
-            _text(own.tensor),
-            _number(own.errno),
+            _text_at(own, "error") or name,
+            _text_at(own, "message") or said,
+            rank if own_rank is None else own_rank,
+            phase if own_phase is None else own_phase,
+            _text_at(own, "path"),
+            _text_at(own, "tensor"),
+            _number_at(own, "errno"),
         )
-    errno = _number(error.errno) if isinstance(error, OSError) else None
-    path = _text(error.filename) if isinstance(error, OSError) else None
-    return FailureRecord(name, text_of(error), rank, phase, path, None, errno)
+    if issubclass(type(error), OSError):
+        return FailureRecord(name, said, rank, phase, _text_at(error, "filename"), None, _number_at(error, "errno"))
+    return FailureRecord(name, said, rank, phase)
 
 
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _got(get: Callable[[], T]) -> T | None:
+    try:
+        return get()
+    # Code of another's exception runs here, and may raise SystemExit or KeyboardInterrupt as well: on the service's
+    # loop either would end it, and whatever it is, it must not stop the news of the failure.
+    except BaseException:  # noqa: BLE001
+        return None
 
 
-def _text(value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return os.fsdecode(value) if isinstance(value, bytes | os.PathLike) else str(value)
+def _text_at(holder: object, name: str) -> str | None:
+    """An attribute as a plain text; None where there is none, or none can be made of it."""
+
+    def get() -> str | None:
+        value = getattr(holder, name)
+        if value is None or isinstance(value, str):
+            return None if value is None else _plain(value)
+        return _plain(os.fsdecode(value) if isinstance(value, bytes | os.PathLike) else str(value))
+
+    return _got(get)
+
+
+def _number_at(holder: object, name: str) -> int | None:
+    """An attribute that is a number of 64 bits, as a plain one. More digits than that need not even have a text."""
+
+    def get() -> int | None:
+        value = getattr(holder, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None
+        plain = int.__add__(value, 0)
+        return plain if -(1 << 63) <= plain < 1 << 63 else None
+
+    return _got(get)
+
+
+def _plain(text: str) -> str:
+    """The text as a `str` itself, whatever its class says that it is, cut to `MAX_TEXT_CHARS`."""
+    plain = str.__str__(text)
+    return plain if len(plain) <= MAX_TEXT_CHARS else plain[: MAX_TEXT_CHARS - 3] + "..."

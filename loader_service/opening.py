@@ -30,7 +30,13 @@ class Opening:
         """Agrees on the configuration. `table`, if one is filled, is agreed on too; of `card` each rank hears all."""
         engine = self._engine
         record = config_record(
-            engine.config, self._load, node=engine.node, coords=engine.coords, table=table, card=card
+            engine.config,
+            self._load,
+            node=engine.node,
+            world_size=engine.group.world_size,
+            coords=engine.coords,
+            table=table,
+            card=card,
         )
         verdict = await self._session.exchange(Phase.CONFIG, record)
         told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]

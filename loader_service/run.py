@@ -19,7 +19,7 @@ from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error
 from loader_service.agreement.session import Session
 from loader_service.bridge import Channel, uninterrupted
 from loader_service.engine import Engine
-from loader_service.errors import LoaderError, StateError
+from loader_service.errors import LoaderError, StateError, record_of
 from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, Streams, UnitT
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan, RankPlan
@@ -81,6 +81,11 @@ class LoadRun:
         """The common verdict that ended the load, from the moment it arrives; None before, and after a success."""
         final = self._session.final if self._session is not None else None
         return None if final is None else error_of(final)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the common verdict is that all ranks have succeeded, from the moment it arrives."""
+        return self._session is not None and self._session.succeeded
 
     # Entering
 
@@ -215,7 +220,7 @@ class LoadRun:
         """
         if not self.open:
             return
-        clean = error is None or isinstance(error, GeneratorExit)  # an abandoned generator leaves as a `break` does
+        clean = error is None or issubclass(type(error), GeneratorExit)  # an abandoned generator: a `break`
         again, self._leaving = self._leaving, True
         if not clean:
             assert error is not None
@@ -256,10 +261,7 @@ class LoadRun:
         if self._left:
             return
         again, self._leaving, self._failing = self._failing, True, True
-        await uninterrupted(self._wait_for_the_end() if again else self._fail_and_clean_up(error))
-
-    async def _wait_for_the_end(self) -> None:
-        await self._over.wait()
+        await uninterrupted(self._over.wait() if again else self._fail_and_clean_up(error))
 
     async def _fail_and_clean_up(self, error: BaseException) -> None:
         session, telling = self._session, None
@@ -282,8 +284,7 @@ class LoadRun:
     def attach_verdict(self, error: BaseException) -> None:
         """Adds to this rank's own exception what all ranks found, once the load has failed. Never raises."""
         if self._session is not None and self._failing and self._left:
-            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
-                attach_verdict(error, self._session, self._phase)
+            attach_verdict(error, self._session, self._phase)
 
     async def _stop_reading(self) -> None:
         if self._scheduler is not None:
@@ -327,7 +328,7 @@ class LoadRun:
         try:
             yield
         except BaseException as error:
-            log.debug("load '%s': %s failed: %r", self.name, phase.value, error)
+            log.debug("load '%s': %s failed: %s", self.name, phase.value, record_of(error, phase=phase.value))
             raise
         finally:
             self._phases[phase.value] = time.monotonic() - started

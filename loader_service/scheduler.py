@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, cast
 
 from loader_service.bridge import Channel
 from loader_service.checkpoint.catalog import Shard
 from loader_service.config.schema import ReadsConfig
-from loader_service.errors import LoaderError, MemoryLimitError, ReadError, StateError
+from loader_service.errors import LoaderError, MemoryLimitError, ReadError, StateError, name_of, text_of
 from loader_service.filling import Filling, Memory, OwnedUnit, SlotUnit, UnitT
 from loader_service.memory.pool import Lease, StagingPool
 from loader_service.planning.plan import RankPlan
@@ -303,9 +303,9 @@ class Scheduler(Generic[UnitT]):
 
 
 def _translated(error: BaseException, what: str, *, path: str | None = None, tensor: str | None = None) -> LoaderError:
-    if isinstance(error, LoaderError):
-        return error
-    cls = MemoryLimitError if isinstance(error, MemoryError) else ReadError
-    translated = cls(f"{type(error).__name__} while {what}: {error}", path=path, tensor=tensor)
+    if issubclass(type(error), LoaderError):  # `isinstance` may run code of the caller's own class
+        return cast(LoaderError, error)
+    cls = MemoryLimitError if issubclass(type(error), MemoryError) else ReadError
+    translated = cls(f"{name_of(error)} while {what}: {text_of(error)}", path=path, tensor=tensor)
     translated.__cause__ = error
     return translated

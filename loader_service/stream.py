@@ -152,6 +152,11 @@ class _Face:
         assert self._run.tables is not None
         return self._run.tables.sources
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether all ranks have succeeded, as soon as it is known: also where leaving is then cut short."""
+        return self._run.succeeded
+
     def spec(self, name: str) -> TensorSpec:
         """How this rank's tensor `name` comes from the whole one. KeyError if this rank does not take it."""
         plan = self._run.rank_plan
@@ -193,9 +198,8 @@ class _Face:
             raise
 
     def _filled(self, destinations: Mapping[str, torch.Tensor]) -> None:
-        progress = self._run.progress
-        progress.tensors += len(destinations)
-        progress.payload_bytes += sum(tensor.nbytes for tensor in destinations.values())
+        self._run.progress.tensors += len(destinations)
+        self._run.progress.payload_bytes += sum(tensor.nbytes for tensor in destinations.values())
 
     def __del__(self) -> None:
         if not getattr(self, "_exited", True) and self._run.open:

@@ -96,6 +96,10 @@ class Leader:
             return []
         self._sequence = entry.sequence + 1
         if isinstance(entry, BodyRequest):
+            if self._step != "publishing":  # nobody else asks for bodies
+                text = f"the log of verdicts holds a request that this rank did not make; {SAME_VERSION_HINT}"
+                record = FailureRecord(AgreementError.__name__, text, None, self.phase)
+                return self._publish(self._verdict("final", failure=Failure("disagreement", record)))
             self._step, self._request = "bodies", entry
             self._phase_at_s = now_s
             self._expected = tuple(body_key(entry.sequence, rank) for rank in entry.ranks)
@@ -147,6 +151,9 @@ class Leader:
         return effects + self._go_on(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
+        limit_s = self._limits.timeout_s + 3 * self._limits.heartbeat_s  # a rank that has died is found before
+        if self._step == "bodies" and not self._failures and now_s - self._phase_at_s > limit_s:
+            return self._disagree(f"their digests differ; the texts did not come within {limit_s:g} s")
         return self._go_on(now_s)
 
     # -- failures

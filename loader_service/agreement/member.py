@@ -108,21 +108,21 @@ class Member:
                 decoded[LEADER] = decode_status(data)
             except MessageError as error:
                 text = f"its heartbeat cannot be read: {error}; {SAME_VERSION_HINT}"
-                return self._declare(Failure("error", FailureRecord("AgreementError", text, LEADER, self.phase)))
+                return self.declare(Failure("error", FailureRecord("AgreementError", text, LEADER, self.phase)))
         effects: list[Effect] = list(self._lookout.look(decoded, statuses.asked_at_s, now_s))
         watch = self._lookout.watches[LEADER]
         if self._lookout.silent(statuses.asked_at_s):
             silent_s = statuses.asked_at_s - watch.beat_at_s
-            return effects + self._declare(died(LEADER, self.phase, silent_s, watch.progress))
+            return effects + self.declare(died(LEADER, self.phase, silent_s, watch.progress))
         if self.failure is not None and self.failure.kind in FOLLOWING_KINDS and watch.heard:
             # As the leader does with the others: a launcher cancels all ranks when one has died, and collectives fail.
             silent_s = statuses.asked_at_s - watch.beat_at_s
             if silent_s > MISSED_BEATS * self._limits.heartbeat_s:
                 dead = died_before_the_others_followed(LEADER, self.phase, silent_s, watch.progress)
-                return effects + self._declare(dead)
+                return effects + self.declare(dead)
         if not watch.heard and statuses.asked_at_s - self._started_at_s > self._limits.start_timeout_s:
             text = f"the leading rank did not arrive within {self._limits.start_timeout_s:g} s; {NO_ARRIVAL_HINT}"
-            return effects + self._declare(timed_out(LEADER, self.phase, text))
+            return effects + self.declare(timed_out(LEADER, self.phase, text))
         return effects
 
     def end_alone(self, failure: Failure) -> Verdict | None:
@@ -132,7 +132,7 @@ class Member:
         self.ended = Verdict(self._sequence, self.phase, "final", failure=failure)
         return self.ended
 
-    def _declare(self, failure: Failure) -> list[Effect]:
+    def declare(self, failure: Failure) -> list[Effect]:
         """FINAL by compare-and-set at the next place: of several members, and the leader, one wins."""
         if self._declared == self._sequence:
             return []

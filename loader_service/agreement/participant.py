@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.codec import decode_entry, encode_status
@@ -134,6 +135,12 @@ class Participant:
         moved, progress = self.progress
         return encode_status(self.member.status(self._beat, moved, progress))
 
+    def insist(self) -> None:
+        """Nobody has answered this rank's FAIL, as where the leader is not there yet: it becomes the end, unless one
+        stands there already."""
+        if self.member.failure is not None:
+            self._do(self.member.declare(self.member.failure))
+
     # -- what arrives
 
     def receive(self, incoming: Incoming) -> None:
@@ -168,7 +175,7 @@ class Participant:
             limit_s = self._limits.start_timeout_s + self._limits.suspect_s
         if stalled_s > limit_s:
             text = f"no answer for {limit_s:g} s; is its host alive, and reachable from here?"
-            self.receive(Lost(text, met=self._connected))
+            self.receive(Lost(text, met=self._connected, may_hear=True))
         if self.leader is not None:
             self._do(self.leader.tick(now_s))
 
@@ -207,27 +214,30 @@ class Participant:
         _log.warning("rank %d: no store (%s): %s %s", self.rank, self._carrier.where, lost.reason, lost.detail)
         self._note_gap(now_s)
         self.lost = True
-        self._end_alone(self._cause_of(lost, now_s))
+        self._end_alone(self._cause_of(lost, now_s), may_hear=lost.may_hear)
 
-    def _end_alone(self, failure: Failure) -> None:
+    def _end_alone(self, failure: Failure, *, may_hear: bool = False) -> None:
         """Nothing that can be understood comes from the others any more."""
         verdict = self.member.end_alone(failure)
         if verdict is not None:
-            self._carrier.last_words(verdict)
+            if may_hear:
+                self._carrier.last_words(verdict)
             self._on_verdict(verdict)
         self._on_change()
 
     def _cause_of(self, lost: Lost, now_s: float) -> Failure:
         """A rank that was stopped for too long was given up, and finds the others gone: it says what they have said."""
+        if lost.own is not None:
+            return replace(lost.own, record=replace(lost.own.record, rank=self.rank, phase=str(self.member.phase)))
         stopped_s, woke_at_s = self._stopped
-        if stopped_s > self._limits.timeout_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
+        if stopped_s and now_s - woke_at_s <= max(self._limits.timeout_s, SUSPECT_S):
             return died(self.rank, self.member.phase, stopped_s, self.progress[1])
         host_rank, where = self._carrier.host_rank, self._carrier.where
         return out_of_reach(lost, self.member.phase, rank=self.rank, host_rank=host_rank, where=where)
 
     def _note_gap(self, now_s: float) -> None:
         gap_s = now_s - self._ticked_at_s
-        if gap_s > self._limits.timeout_s:
+        if gap_s > self._limits.timeout_s - 2 * self._limits.heartbeat_s:  # the last beats before it may have been late
             self._stopped = (gap_s, now_s)
 
     def _take_statuses(self, incoming: Statuses, now_s: float) -> None:

@@ -95,11 +95,14 @@ class Lost:
     """The carrier has failed for good: no message goes out or comes in any more.
 
     `reason` is what all ranks say that lose it in one way, `detail` what only this one sees; `met`: it has worked once.
+    `own` is this rank's failure where it is the only one in trouble. `may_hear`: others may still be told.
     """
 
     reason: str
     detail: str = ""
     met: bool = True
+    own: Failure | None = None
+    may_hear: bool = False
 
 
 Incoming: TypeAlias = LogEntry | Collected | Statuses | Lost

@@ -33,6 +33,7 @@ from loader_service.errors import (
 _log = logging.getLogger("loader_service.agreement")
 
 FAIL_WAIT_S = 5.0  # the window in which a cause is chosen, and a few seconds over
+_INSIST_WAIT_S = 1.0
 _STOP_WAIT_S = 2.0
 _DISTRIBUTED_ERRORS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 _CANCELLED = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -158,6 +159,9 @@ class Session:
             self._schedule_tick()
         bound_s = min(self._limits.timeout_s, self._limits.window_s + FAIL_WAIT_S)
         await self._until(lambda: self._ended is not None, bound_s)
+        if self._ended is None and not participant.lost:
+            participant.insist()
+            await self._until(lambda: self._ended is not None, min(self._limits.timeout_s, _INSIST_WAIT_S))
         return self._ended
 
     async def close(self) -> None:
@@ -279,12 +283,11 @@ async def _wait_for(event: asyncio.Event, limit_s: float) -> None:
 
 def failure_of(error: BaseException, rank: int, phase: Phase) -> Failure:
     """A rank's own failure as it travels. What an error elsewhere is likely to have caused gives way to that one."""
-    if isinstance(error, _CANCELLED):
-        by = str(error) or type(error).__name__
-        text = f"cancelled on rank {rank} in phase {phase} ({by})"
+    if issubclass(type(error), _CANCELLED):  # of the class itself: `isinstance` may run code of the caller's own class
+        text = f"cancelled on rank {rank} in phase {phase} ({text_of(error)})"
         return Failure("cancelled", FailureRecord(LoadCancelledError.__name__, text, rank, str(phase)))
     record = record_of(error, rank=rank, phase=str(phase))
-    if isinstance(error, LoadCancelledError):
+    if issubclass(type(error), LoadCancelledError):
         return Failure("cancelled", record)
     return Failure("consequence" if _lost_touch(error) else "error", record)
 
@@ -292,7 +295,7 @@ def failure_of(error: BaseException, rank: int, phase: Phase) -> Failure:
 def _lost_touch(error: BaseException) -> bool:
     """Whether the error tells that another rank, or the way to it, has failed: of a nested load, of a connection, of
     torch's collectives (which fail within milliseconds of a death, and name no rank)."""
-    if isinstance(error, RankFailure | ConnectionError):
+    if issubclass(type(error), RankFailure | ConnectionError):
         return True
     if any(cls.__name__ in _DISTRIBUTED_ERRORS for cls in type(error).__mro__):
         return True

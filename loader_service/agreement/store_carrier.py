@@ -9,30 +9,28 @@ key.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias
-from weakref import WeakSet
 
+from loader_service.agreement import exits
 from loader_service.agreement.carriers import ends_log
 from loader_service.agreement.codec import encode_entry
-from loader_service.agreement.messages import Entry, bye_key, entry_key, status_key
+from loader_service.agreement.messages import Entry, Failure, bye_key, entry_key, status_key
 from loader_service.agreement.protocol import LEADER, LOOKS_A_BEAT, Collected, Incoming, LogEntry, Lost, Statuses
 from loader_service.agreement.store_clients import Meeting, Store
+from loader_service.errors import FailureRecord, MemoryLimitError, record_of
 
 _FOREVER = timedelta(days=30)
 _ALARM = "alarm"
 _NOTHING = ""
 _LONG_STEP_S = 1.0
-_EXIT_WAIT_S = 1.0
-
-_running: WeakSet[threading.Thread] = WeakSet()
-_running_lock = threading.Lock()
 
 Job: TypeAlias = Callable[[Store], None]
 
@@ -69,6 +67,9 @@ class StoreCarrier:
         self._log_length = 0  # as far as the follower has come
         self._caught_up = 0  # as far as heartbeats have
         self._log_ended = threading.Event()
+        self._collect_ended = threading.Event()
+        self._overdue: tuple[str, ...] = ()
+        self._broken = False
         self._leader_seen = rank == LEADER
         self._connected = False
         self._urgent = False
@@ -81,6 +82,7 @@ class StoreCarrier:
         self._threads = 0
         self._spare: Store | None = None  # a connection for the last words, where a rank hosts the store
         self._spare_in_session: Store | None = None
+        self._in_session: Callable[[Store], Store] | None = None
         self._beat_at_s = 0.0
         self._calls_begun = 0
         self._calls_done = 0
@@ -122,13 +124,17 @@ class StoreCarrier:
 
     def last_words(self, entry: Entry) -> None:
         spare, self._spare = self._spare_in_session, None
-        if spare is None:
+        in_session = self._in_session
+        if in_session is None:
             return
-        text = encode_entry(entry).decode("ascii")
 
         def leave_behind() -> None:
             with contextlib.suppress(Exception):
-                spare.compare_set(entry_key(entry.sequence), _NOTHING, text)
+                store = spare if spare is not None else in_session(self._meeting.pool.borrow())
+                for sequence in itertools.count(entry.sequence):  # others may have gone on meanwhile
+                    text = encode_entry(replace(entry, sequence=sequence)).decode("ascii")
+                    if ends_log(bytes(store.compare_set(entry_key(sequence), _NOTHING, text))):
+                        return
 
         # What is sent lies in the kernel of a host that was only stopped, also after this process has ended.
         threading.Thread(target=leave_behind, name="loader-agreement-last", daemon=True).start()
@@ -186,14 +192,22 @@ class StoreCarrier:
         with self._lock:
             self._threads += 1
         thread = threading.Thread(target=self._run, args=(work,), name=f"loader-agreement-{name}", daemon=True)
-        thread.start()
-        with _running_lock:
-            _running.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._lock:
+                self._threads -= 1
+            text = (
+                f"a thread that speaks to the other ranks could not be started ({error}): raise ulimit -u or pids.max"
+            )
+            raise MemoryLimitError(text) from error
+        exits.wait_at_exit(thread)
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the store's failures have many classes; all of them mean: lost
+            self._broken = True
             self._meeting.pool.drop()
             if not self._stopping:
                 self._receive(self._lost_by(error))
@@ -205,10 +219,27 @@ class StoreCarrier:
                 stopped()
 
     def _lost_by(self, error: Exception) -> Lost:
+        detail = _first_line(error)
+        if not isinstance(error, RuntimeError | OSError):  # the store's own are; a MemoryError, say, is this rank's
+            return Lost(detail, own=Failure("error", record_of(error)), may_hear=True)
         if not self._connected:
-            return Lost(_first_line(error), met=False)
+            return Lost(detail, met=False)
+        if self._store_lives():
+            text = f"its connection to the store ({self.where}) broke, although the store lives: {detail}"
+            return Lost(text, own=Failure("died", FailureRecord("LostStore", text)), may_hear=True)
         reason = f"the connection broke ({type(error).__name__}); is its host alive, and reachable from here?"
-        return Lost(reason, detail=_first_line(error))
+        return Lost(reason, detail=detail)
+
+    def _store_lives(self) -> bool:
+        """Whether the spare connection still answers, where this rank has one."""
+        spare = self._spare_in_session
+        if spare is None:
+            return False
+        try:
+            spare.check([entry_key(0)])
+        except Exception:  # noqa: BLE001 - see above
+            return False
+        return True
 
     def _begin(self) -> None:
         """Connects all clients before the first word: no connection is made while ranks are waited for."""
@@ -216,7 +247,7 @@ class StoreCarrier:
         if self._rank == LEADER:
             works |= {"collect": self._collect, "alarm": self._await_alarm}
         own = self._meeting.pool.borrow()
-        in_session = self._meeting.session(own)
+        self._in_session = in_session = self._meeting.session(own)
         if self._rank == LEADER:
             for rank in range(self._world_size):
                 in_session(own).compare_set(status_key(rank), _NOTHING, "-")
@@ -232,7 +263,8 @@ class StoreCarrier:
     def _using(self, work: Job, client: Store, in_session: Callable[[Store], Store]) -> Callable[[], None]:
         def use() -> None:
             work(in_session(client))
-            self._meeting.pool.give_back(client)
+            if not self._broken:  # where one connection is dead, the others are not to be trusted
+                self._meeting.pool.give_back(client)
 
         return use
 
@@ -247,7 +279,7 @@ class StoreCarrier:
             self._timed(job, store)
         if self._rank == LEADER:
             self._timed(self._leave_as_leader, store)
-        if self._spare is not None:
+        if self._spare is not None and not self._broken:
             self._meeting.pool.give_back(self._spare)
 
     def _timed(self, job: Job, store: Store) -> None:
@@ -275,8 +307,16 @@ class StoreCarrier:
             value = bytes(store.get(status_key(LEADER))) if self._leader_seen else b""
             self._receive(Statuses({LEADER: b"" if value == b"-" else value}, asked_at_s))
         self._catch_up(store)
+        self._look_for_wish(store)
+
+    def _look_for_wish(self, store: Store) -> None:
+        """What lay there at the last beat, and was not brought since: the collector's connection is dead too."""
         wish = self._wish
-        if wish and not self._stopping and store.check(list(wish)):
+        if not wish or self._stopping or not store.check(list(wish)):
+            self._overdue = ()
+        elif wish != self._overdue:
+            self._overdue = wish
+        else:
             self._bring(wish, store)
 
     def _catch_up(self, store: Store) -> None:
@@ -305,12 +345,12 @@ class StoreCarrier:
         while (keys := self._wishes.get()) is not None:
             if keys == self._wish:
                 store.wait(list(keys), _FOREVER)
-            if keys != self._wish:
-                continue  # released: what lies there now is no message, and may be removed at any time
-            self._bring(keys, store)
+            if keys == self._wish:  # else released: what lies there now is no message, and may be removed at any time
+                self._bring(keys, store)
+        self._collect_ended.set()
 
     def _bring(self, keys: tuple[str, ...], store: Store) -> None:
-        """All keys are there: receives them, once, if they are still wished for."""
+        """Receives the keys' values, once, if they are still wished for."""
         values = tuple(bytes(value) for value in store.multi_get(list(keys)))
         with self._lock:
             wished = keys == self._wish
@@ -334,7 +374,8 @@ class StoreCarrier:
 
     def _leave_as_leader(self, store: Store) -> None:
         store.set(_ALARM, "stop")
-        self._log_ended.wait(_LONG_STEP_S)  # it knows how long the log is, and must not wait for what is removed
+        for others in (self._log_ended, self._collect_ended):  # who must not wait for what is removed
+            others.wait(_LONG_STEP_S)
         self._remove_own_keys(store)
         if not self._tidy:
             return
@@ -346,19 +387,6 @@ class StoreCarrier:
             store.delete_key(bye_key(rank))
         for sequence in range(max(self._log_length, self._caught_up) + 1):
             store.delete_key(entry_key(sequence))
-
-
-def _let_threads_end() -> None:
-    """A thread that comes back from a store's call while the interpreter is being taken down aborts the process, so
-    those that are on their way out get a moment. One that waits on a store without an answer is left."""
-    until_s = time.monotonic() + _EXIT_WAIT_S
-    with _running_lock:
-        threads = list(_running)
-    for thread in threads:
-        thread.join(max(0.0, until_s - time.monotonic()))
-
-
-atexit.register(_let_threads_end)
 
 
 def _first_line(error: Exception) -> str:

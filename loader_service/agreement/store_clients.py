@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 from loader_service.agreement.messages import entry_key
 
@@ -44,13 +45,17 @@ class ClientPool:
     slow name server a connection has been seen to hold up all ranks for 5 s.
     """
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], forget: Callable[[], None] = lambda: None) -> None:
         self._connect = connect
+        self._forget = forget
         self._lock = threading.Lock()
         self._idle: list[Store] = []
+        self._process = os.getpid()
 
     def borrow(self) -> Store:
         """A client for one thread alone. Blocks while the store is not there: call it in a thread that may be left."""
+        if self._process != os.getpid():  # the parent's connections are the parent's: two would read one's answers
+            self._process, self._lock, self._idle = os.getpid(), threading.Lock(), []
         with self._lock:
             if self._idle:
                 return self._idle.pop()
@@ -61,9 +66,10 @@ class ClientPool:
             self._idle.append(client)
 
     def drop(self) -> None:
-        """Closes the idle connections."""
+        """Closes the idle connections, and forgets the one that new ones are made from."""
         with self._lock:
             self._idle.clear()
+        self._forget()
 
 
 class Meeting:
@@ -109,8 +115,9 @@ class Meeting:
             self.pool.drop()
 
 
-_stores: dict[tuple[str, int], Store] = {}
-_pools: dict[tuple[str, int], ClientPool] = {}
+_Place: TypeAlias = tuple[int, str, int]  # process, host, port: a forked child shares no connection with its parent
+_stores: dict[_Place, Store] = {}
+_pools: dict[_Place, ClientPool] = {}
 _lock = threading.Lock()
 
 
@@ -118,25 +125,34 @@ def pool_at(host: str, port: int, *, serves: bool, timeout_s: float) -> ClientPo
     """This process's clients of the store at an address, and on the serving rank its server.
 
     Both live as long as the process, so that the next service finds the same store, with its counts. Connects nothing.
+    A child that was forked from the serving process is a client of its parent's.
     """
+    here = (os.getpid(), host, port)
+    parent_serves = any(place[1:] == here[1:] and place != here for place in _stores)
+    is_master = serves and not parent_serves
 
     def connect() -> Store:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
         with _lock:
-            if (store := _stores.get((host, port))) is not None:
+            if (store := _stores.get(here)) is not None:
                 return store
         made = TCPStore(
             host,
             port,
             None,
-            is_master=serves,
+            is_master=is_master,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            multi_tenant=serves,
+            multi_tenant=is_master,
         )
         with _lock:
-            return _stores.setdefault((host, port), cast(Store, made))
+            return _stores.setdefault(here, cast(Store, made))
+
+    def forget() -> None:
+        if not is_master:  # its server may be gone, and another one come
+            with _lock:
+                _stores.pop(here, None)
 
     with _lock:
-        return _pools.setdefault((host, port), ClientPool(connect))
+        return _pools.setdefault(here, ClientPool(connect, forget))

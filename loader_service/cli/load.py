@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -148,6 +148,7 @@ class _LoadProcess:
         self._progress: LoadProgress = progress_of(options.load, shown=place.rank == 0)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
+        self._gathering = False
         self._later_failure: LoaderError | None = None
         self._looked_at_s = time.monotonic()
         self._stood_still_s = 0.0
@@ -190,15 +191,15 @@ class _LoadProcess:
     # The work
 
     async def _work(self) -> None:
-        report, manifest = await self._run()
-        own: Mapping[str, object] | Exception = report.as_dict()
-        if self._options.manifest is not None and manifest is not None:
-            path = manifest_path(self._options.manifest, self._place.rank, self._place.world_size)
-            try:
-                await self._in_thread(lambda: write_manifest(path, manifest.entries))
-            except LoaderError as error:
-                own = error
-        reports = await ranks.gather(self._place, own, self._config.agreement, on_final=self._note_final)
+        try:
+            reports = await self._work_with_others()
+        except BaseException as error:
+            # Until reports are gathered, a load that has succeeded is not over: the other ranks wait for this one's.
+            if self._load is not None and self._load.succeeded and not self._gathering:
+                with contextlib.suppress(Exception):  # the cause is what is raised, not what befalls the telling
+                    settings = self._config.agreement
+                    await ranks.fail_reports(self._place, error, settings, on_final=self._note_final)
+            raise
         if self._place.rank != 0:
             return
         if self._options.as_json:
@@ -207,6 +208,23 @@ class _LoadProcess:
             from loader_service.cli.render import show_reports
 
             show_reports(reports)
+
+    async def _work_with_others(self) -> list[dict[str, object]]:
+        place = self._place
+        report, manifest = await self._run()
+        if self._options.manifest is not None and manifest is not None:
+            path = manifest_path(self._options.manifest, place.rank, place.world_size)
+            await self._in_thread(lambda: write_manifest(path, manifest.entries))
+        return await ranks.gather(
+            place,
+            report.as_dict(),
+            self._config.agreement,
+            on_begin=self._note_gathering,
+            on_final=self._note_final,
+        )
+
+    def _note_gathering(self) -> None:
+        self._gathering = True
 
     def _note_final(self, failure: LoaderError) -> None:
         self._later_failure = failure

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal, cast
 
-from loader_service.agreement.group import Rendezvous, from_environment, join_group
+from loader_service.agreed import as_reported
+from loader_service.agreement.group import Group, Rendezvous, from_environment, join_group
 from loader_service.agreement.messages import (
     MAX_ENTRY_BYTES,
     MAX_RECORD_BYTES,
@@ -27,6 +28,8 @@ from loader_service.agreement.messages import (
     error_of,
 )
 from loader_service.agreement.protocol import LEADER
+from loader_service.agreement.session import Session
+from loader_service.bridge import uninterrupted
 from loader_service.config.schema import AgreementConfig
 from loader_service.errors import EXIT_AGREEMENT, FailureRecord, LoaderError, error_from_record
 from loader_service.reading.threads import ReadPool
@@ -85,33 +88,26 @@ async def tell_others(
 
 async def gather(
     place: Place,
-    own: Mapping[str, object] | Exception,
+    own: Mapping[str, object],
     settings: AgreementConfig,
     *,
+    on_begin: Callable[[], None] = lambda: None,
     on_final: Callable[[LoaderError], None] | None = None,
 ) -> list[dict[str, object]]:
     """Every rank's document, in rank order, on every rank; collective. An exchange of its own after the load's.
 
     A document travels in parts, one a phase; one too large for that comes without its longest lists, and says so. A
-    rank that has an error instead tells it to the others, and raises it. Raises RankFailure where another rank did so,
-    or does not bring its document within `agreement.timeout_s`. `on_final` is called with the common verdict before
-    anything is cleaned up.
+    rank that has no document must `fail_reports`. Raises RankFailure where another rank did so, or does not bring its
+    document within `agreement.timeout_s`. `on_begin` is called when the others hear of whatever happens from then on,
+    `on_final` with a common verdict that it has failed, before anything is cleaned up.
     """
     if place.meeting is None:
-        if isinstance(own, Exception):
-            raise own
+        on_begin()
         return [dict(own)]
-    meeting = replace(place.meeting, nonce=f"{place.meeting.nonce}.reports")
-    bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
-    group = join_group(meeting, settings=bounded)
-    session = group.session("reports")
-    if on_final is not None:
-        tell = on_final
-        session.on_final(lambda verdict: tell(error_of(verdict)))
+    group, session = _reports_session(place.meeting, settings, on_final)
     phase = PHASES[0]
+    on_begin()
     try:
-        if isinstance(own, Exception):
-            raise own  # noqa: TRY301 - it is told below, as any other
         part_chars = part_limit(place.world_size)
         packed = _packed_to_fit(own, part_chars * len(PHASES))
         texts = [""] * place.world_size
@@ -120,12 +116,49 @@ async def gather(
             verdict = await session.exchange(phase, PhaseRecord(listed=part))
             texts = [text + cast("str", more) for text, more in zip(texts, verdict.listed or (), strict=True)]
     except BaseException as error:
-        await session.fail(error, phase)
+        await session.fail(as_reported(error), phase)
         raise
     finally:
         await session.close()
         group.close()
     return [_unpacked(text) for text in texts]
+
+
+async def fail_reports(
+    place: Place,
+    error: BaseException,
+    settings: AgreementConfig,
+    *,
+    on_final: Callable[[LoaderError], None] | None = None,
+) -> None:
+    """In place of `gather`, where a rank has an error and no document: tells the others, who would wait for it.
+
+    Bounded by the time limits of the agreement. Not cut short by a cancellation, which is raised at the end.
+    """
+    if place.meeting is None:
+        return
+    group, session = _reports_session(place.meeting, settings, on_final)
+
+    async def tell() -> None:
+        try:
+            await session.fail(as_reported(error), Phase.FINISH)
+        finally:
+            await session.close()
+            group.close()
+
+    await uninterrupted(tell())
+
+
+def _reports_session(
+    meeting: Rendezvous, settings: AgreementConfig, on_final: Callable[[LoaderError], None] | None
+) -> tuple[Group, Session]:
+    """An exchange of its own, in the load's store."""
+    bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
+    group = join_group(replace(meeting, nonce=f"{meeting.nonce}.reports"), settings=bounded)
+    session = group.session("reports")
+    if on_final is not None:
+        session.on_final(lambda verdict: on_final(error_of(verdict)))
+    return group, session
 
 
 def part_limit(world_size: int) -> int:

@@ -16,7 +16,7 @@ from typing import cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from loader_service.agreement import store_carrier
+from loader_service.agreement import exits
 from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.group import join_group
 from loader_service.agreement.memory_carrier import MemoryBoard
@@ -282,7 +282,7 @@ async def test_closing_does_not_wait_for_threads_that_have_ended_or_never_will(m
     session, carrier = lost_session(store)
     with pytest.raises(RankFailure, match="lost the store"):
         await session.exchange(Phase.CONFIG, SAME)
-    for thread in list(store_carrier._running):
+    for thread in list(exits._running):
         await asyncio.to_thread(thread.join, 20)
     async with asyncio.timeout(20):
         await session.close()
@@ -294,11 +294,11 @@ def test_the_end_of_the_process_waits_for_threads_on_their_way_out_and_not_for_o
 ) -> None:
     stuck, late = threading.Event(), threading.Event()
     threads = [threading.Thread(target=event.wait, daemon=True) for event in (stuck, late)]
-    monkeypatch.setattr(store_carrier, "_running", set(threads))
+    monkeypatch.setattr(exits, "_running", set(threads))
     for thread in threads:
         thread.start()
     threading.Timer(0.05, late.set).start()
-    store_carrier._let_threads_end()
+    exits.let_threads_end()
     assert [thread.is_alive() for thread in threads] == [True, False]
     stuck.set()
 

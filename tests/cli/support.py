@@ -74,11 +74,16 @@ def write_config(path: Path, checkpoint: Path, *, ranks: int = 1, **more: object
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with every read of payload in a process. `mark` is a file that the first such read makes; those
-    that wait do so until it is taken away."""
+    """What goes wrong with every read of payload in a process, or with its manifest. `mark` is a file that the first
+    such read, or the writing, makes; those that wait do so until it is taken away."""
 
-    kind: Literal["input/output error", "never returns", "flips a bit", "waits"]
+    kind: Literal[
+        "input/output error", "never returns", "flips a bit", "waits", "manifest waits", "manifest without memory"
+    ]
     mark: Path | None = None
+
+
+_first_read = threading.Lock()  # taken for good by the first faulty read of a process
 
 
 class FaultyFile:
@@ -88,15 +93,13 @@ class FaultyFile:
         self.identity = file.identity
         self._file = file
         self._fault = fault
-        self._reached = False
         with open(path, "rb") as raw:
             self._payload_start = 8 + int.from_bytes(raw.read(8), "little")
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
         if offset < self._payload_start:
             return self._file.read_into(views, offset)
-        if self._fault.mark is not None and not self._reached:
-            self._reached = True
+        if self._fault.mark is not None and _first_read.acquire(blocking=False):
             self._fault.mark.touch()
         if self._fault.kind == "input/output error":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -131,6 +134,23 @@ def payload_fault(fault: Fault) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local.LocalStorage, "open", open_faulty)
+        yield
+
+
+@contextlib.contextmanager
+def manifest_fault(fault: Fault) -> Iterator[None]:
+    """Puts a fault into the writing of manifests meanwhile."""
+
+    def write_badly(path: Path, entries: Mapping[str, object]) -> None:
+        if fault.mark is not None:
+            fault.mark.touch()
+        if fault.kind == "manifest without memory":
+            raise MemoryError("no room for the text")
+        while fault.mark is not None and fault.mark.exists():
+            time.sleep(0.02)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("loader_service.cli.load.write_manifest", write_badly)
         yield
 
 
@@ -198,7 +218,9 @@ def _run(args: list[str], environ: dict[str, str], fault: Fault | None, out: Pat
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update({"OMP_NUM_THREADS": "1", **NO_SLOW_NAMES, **environ})
     sys.argv = ["loader-service", *args]
-    with payload_fault(fault) if fault is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as faults:
+        if fault is not None:
+            faults.enter_context(manifest_fault(fault) if "manifest" in fault.kind else payload_fault(fault))
         app.main()
 
 

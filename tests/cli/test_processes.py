@@ -193,6 +193,39 @@ def test_a_manifest_that_one_rank_cannot_write_is_told_to_the_others(tmp_path: P
     assert (other.code, other.out) == (2, ""), other.err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_a_manifest_is_written_is_one_record_of_its_rank(
+    rank: int, tmp_path: Path, checkpoint: Path
+) -> None:
+    """The load has succeeded, the other rank waits for this one's report."""
+    mark = tmp_path / "mark"
+    processes = start_manifests(tmp_path, checkpoint, {rank: Fault("manifest waits", mark)})
+    wait_until(mark.exists)
+    processes[rank].send_signal(signal.SIGTERM)
+    ended = [process.end() for process in processes]
+    codes = [130 if number == rank else 4 for number in (0, 1)]
+    assert [one.code for one in ended] == codes, ended[0].err + ended[1].err
+    told = ended[0].document
+    assert (told["error"], told["message"], told["rank"]) == ("LoadCancelledError", "interrupted by SIGTERM", rank)
+    assert (ended[1].out, "loader-service:" in ended[1].err) == ("", False)
+
+
+def test_an_unexpected_error_after_the_load_is_one_record_of_its_rank(tmp_path: Path, checkpoint: Path) -> None:
+    processes = start_manifests(tmp_path, checkpoint, {1: Fault("manifest without memory")})
+    first, second = (process.end() for process in processes)
+    assert (first.code, second.code) == (4, 1), first.err + second.err
+    told = first.document
+    assert (told["error"], told["message"], told["rank"]) == ("MemoryError", "no room for the text", 1)
+    assert (second.out, "loader-service:" in second.err) == ("", False)
+
+
+def start_manifests(folder: Path, checkpoint: Path, faults: dict[int, Fault]) -> list[CommandLine]:
+    """Two ranks that write manifests."""
+    config = write_config(folder / "config.yaml", checkpoint, ranks=2, **QUICK)
+    args = ["load", str(config), "--load", "all", "--json", "--manifest", str(folder / "m.json")]
+    return start_ranks([args, args], folder, faults=faults)
+
+
 def test_ranks_with_different_configurations_name_the_difference_once(tmp_path: Path, checkpoint: Path) -> None:
     one = write_config(tmp_path / "one.yaml", checkpoint, ranks=2, **QUICK)
     other = write_config(tmp_path / "other.yaml", checkpoint, ranks=2, loads={"all": {"skip": ["scale"]}}, **QUICK)

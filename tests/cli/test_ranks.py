@@ -15,7 +15,7 @@ from loader_service.agreement.codec import encode_entry, encode_record
 from loader_service.agreement.group import Rendezvous
 from loader_service.agreement.messages import PHASES, PhaseRecord, Verdict
 from loader_service.cli import ranks
-from loader_service.cli.ranks import Place, Spokesman, gather, place_from, turn_to_print
+from loader_service.cli.ranks import Place, Spokesman, fail_reports, gather, place_from, turn_to_print
 from loader_service.config.schema import AgreementConfig
 from loader_service.errors import ConfigError, FailureRecord, LoaderError, RankFailure
 
@@ -250,19 +250,19 @@ async def test_what_ends_a_load_that_cannot_be_opened_is_told_before_cleaning_up
         await asyncio.gather(leading, other)
 
 
-async def test_an_error_in_place_of_a_report_is_its_ranks_own_and_the_cause_on_the_others(server: TCPStore) -> None:
+async def test_an_error_in_place_of_a_report_is_the_cause_on_the_others(server: TCPStore) -> None:
     first, second = places(server, 2, "no report")
     settings = AgreementConfig(timeout_s=20.0)
     finals: list[LoaderError] = []
     error = ConfigError("no room for the manifest")
     outcomes = await asyncio.gather(
         gather(first, {"rank": 0}, settings, on_final=finals.append),
-        gather(second, error, settings, on_final=finals.append),
+        fail_reports(second, error, settings, on_final=finals.append),
         return_exceptions=True,
     )
     assert isinstance(outcomes[0], RankFailure)
-    assert outcomes[0].record() == FailureRecord("ConfigError", "no room for the manifest", 1, "config")
-    assert outcomes[1] is error
+    assert outcomes[0].record() == FailureRecord("ConfigError", "no room for the manifest", 1, "finish")
+    assert outcomes[1] is None
     assert [final.record() for final in finals] == [outcomes[0].record()] * 2
 
 
@@ -277,6 +277,29 @@ async def test_an_interruption_while_reports_are_gathered_is_the_cause_on_the_ot
     assert (caught.value.record().error, caught.value.rank) == ("LoadCancelledError", 0)
     with pytest.raises(asyncio.CancelledError):
         await gathering
+
+
+async def test_an_error_is_told_to_its_end_by_a_rank_that_is_cancelled_meanwhile(server: TCPStore) -> None:
+    first, second = places(server, 2, "cancelled")
+    settings, error = AgreementConfig(timeout_s=20.0), MemoryError("no room for the manifest")
+    begun: list[None] = []
+    telling = asyncio.ensure_future(fail_reports(second, error, settings))
+    await asyncio.sleep(0)  # it takes part
+    for _ in range(3):
+        telling.cancel("interrupted by SIGTERM")
+        await asyncio.sleep(0)
+    with pytest.raises(RankFailure) as caught:
+        await gather(first, {"rank": 0}, settings, on_begin=lambda: begun.append(None))
+    assert caught.value.record() == FailureRecord("MemoryError", "no room for the manifest", 1, "finish")
+    assert begun == [None]
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+
+
+async def test_one_rank_alone_gathers_its_own_report_and_has_nobody_to_tell() -> None:
+    alone, settings = Place(0, 1, None), AgreementConfig()
+    assert await gather(alone, {"rank": 0}, settings) == [{"rank": 0}]
+    await fail_reports(alone, ConfigError("no room"), settings)
 
 
 @pytest.mark.parametrize(
