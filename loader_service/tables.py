@@ -21,6 +21,7 @@ import torch
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
+from loader_service.agreement.protocol import SUSPECT_S
 from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
 from loader_service.engine import Engine
@@ -265,7 +266,7 @@ class TableRun:
 
     async def _until_named(self, session: Session, seen: str) -> None:
         """A rank that has gone is named by the ranks' verdict, which cancels this task. Not waited for without end."""
-        for second in range(math.ceil(self._engine.config.agreement.timeout_s) + 1):
+        for second in range(math.ceil(self._engine.config.agreement.timeout_s + SUSPECT_S)):
             session.report_progress(f"{seen}, {second} s ago")
             await asyncio.sleep(1)
 

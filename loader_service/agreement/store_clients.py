@@ -9,7 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeAlias, cast
 
-from loader_service.agreement.messages import entry_key
+from loader_service.agreement.codec import decode_entry
+from loader_service.agreement.messages import MessageError, Verdict, entry_key
 
 _NEXT_WITHIN_S = 2.0
 _LOOK_S = 0.02
@@ -103,11 +104,22 @@ class Meeting:
                 known = int(stands or known)
             if known > number:
                 number = client.add(own, known - number)
-            # A verdict before this rank has said a word: they have given it up.
-            if not client.check([f"{self._prefix}/{number}/{entry_key(0)}"]) or time.monotonic() > until_s:
+            if not self._given_up(client, number) or time.monotonic() > until_s:
                 return number
             time.sleep(_LOOK_S)
             known = int(bytes(client.get(newest)))
+
+    def _given_up(self, client: Store, number: int) -> bool:
+        """Whether the others have ended that session for want of this rank. Any other end is its own too."""
+        first = f"{self._prefix}/{number}/{entry_key(0)}"
+        if not client.check([first]):
+            return False
+        try:
+            entry = decode_entry(bytes(client.get(first)))
+        except MessageError:
+            return False
+        failure = entry.failure if isinstance(entry, Verdict) else None
+        return failure is not None and failure.kind == "timeout" and failure.record.rank == self._rank
 
     def close(self) -> None:
         """Drops the connections, unless later services meet in the same store (`keep`)."""

@@ -19,7 +19,6 @@ from tests.e2e.doors import (
     AHEAD,
     FORMS,
     QUICK,
-    UNKNOWN,
     Hold,
     Left,
     Oops,
@@ -259,12 +258,6 @@ async def test_a_rank_that_is_cancelled_in_any_phase(checkpoint: Checkpoint, who
         results = await asyncio.gather(*tasks)
         assert isinstance(results[who].error, asyncio.CancelledError)
         record = FailureRecord("LoadCancelledError", "enough", who, phase)
-        if who == 1 and held == "another" and phase is Phase.CONFIG:  # nobody is there yet who could say FINAL
-            assert results[who].notes == [UNKNOWN]
-            assert results[who].verdict is None
-            assert isinstance(results[0].error, ls.RankFailure), "the leader finds the FAIL when it comes"
-            assert results[0].verdict == record
-            return
         check_failed(results, who, None, record)
 
     async with asyncio.timeout(60):
