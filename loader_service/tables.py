@@ -147,7 +147,7 @@ class TableRun:
         catalog = await opening.catalog()
         self._phase = Phase.PLAN
         plan = await opening.plan(catalog)
-        pin = PinPolicy(engine.config.staging.pin, engine.pinner)
+        pin = PinPolicy(engine.config.staging.pin, engine.pinner, f"host table '{self._name}'")
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
             await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")

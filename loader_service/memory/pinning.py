@@ -72,7 +72,7 @@ class CudaPinner:
         if code:
             raise MemoryLimitError(
                 f"CUDA refused to lock {nbytes} bytes of memory (cudaHostRegister returned {code}): raise the "
-                "limit of locked memory (ulimit -l) or lower staging.capacity_bytes"
+                "limit of locked memory (ulimit -l), or lower staging.capacity_bytes or what a host table holds"
             )
 
     def unregister(self, address: int) -> None:
@@ -136,7 +136,8 @@ class PinPolicy:
     once where nothing can be locked, else at the refused registration. Thread-safe.
     """
 
-    def __init__(self, requested: PinMode, pinner: Pinner | None) -> None:
+    def __init__(self, requested: PinMode, pinner: Pinner | None, what: str = "staging memory") -> None:
+        self._what = what
         self._requested = requested
         self._pinner = pinner
         self._reason = ""
@@ -180,4 +181,4 @@ class PinPolicy:
         with self._lock:
             first, self._reason = not self._reason, self._reason or reason
         if first:
-            _log.warning("staging memory stays pageable: %s", reason)
+            _log.warning("%s stays pageable: %s", self._what, reason)
