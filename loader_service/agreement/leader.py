@@ -32,6 +32,8 @@ from loader_service.agreement.protocol import (
     MISSED_BEATS,
     NO_ARRIVAL_HINT,
     SAME_VERSION_HINT,
+    WAITING_AGAIN_S,
+    WAITING_S,
     Collect,
     Collected,
     Effect,
@@ -39,6 +41,7 @@ from loader_service.agreement.protocol import (
     Lookout,
     Publish,
     Statuses,
+    Warn,
     choose_cause,
     died,
     died_before_the_others_followed,
@@ -65,6 +68,7 @@ class Leader:
         self._step: Literal["records", "bodies", "publishing", "done"] = "records"
         self._expected: tuple[str, ...] = ()
         self._failures: dict[int, Failure] = {}
+        self._told_until_s = WAITING_S
         self._window_began_at_s: float | None = None
         self._looked_at_s = now_s
         self._groups: list[list[int]] = []
@@ -82,8 +86,13 @@ class Leader:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks found silent: no BYE is expected of them."""
-        return frozenset(rank for rank, failure in self._failures.items() if failure.kind == "died")
+        """Ranks found silent, and ranks that never came: no BYE is expected of them."""
+        watches = self._lookout.watches
+        return frozenset(
+            rank
+            for rank, failure in self._failures.items()
+            if failure.kind == "died" or (failure.kind == "timeout" and not watches[rank].heard)
+        )
 
     def start(self) -> list[Effect]:
         return [self._collect_records()]
@@ -148,7 +157,7 @@ class Leader:
             if rank != LEADER:
                 self._find_silent(rank, statuses.asked_at_s)
         self._find_late(statuses.asked_at_s)
-        return effects + self._go_on(now_s)
+        return [*effects, *self._tell_who_is_waited_for(statuses.asked_at_s), *self._go_on(now_s)]
 
     def tick(self, now_s: float) -> list[Effect]:
         limit_s = self._limits.timeout_s + 3 * self._limits.heartbeat_s  # a rank that has died is found before
@@ -174,6 +183,17 @@ class Leader:
 
     def _arrived(self, rank: int) -> bool:
         return self._step != "records" or self._lookout.watches[rank].at >= (self._position, self._attempt)
+
+    def _tell_who_is_waited_for(self, asked_at_s: float) -> list[Effect]:
+        """The first meeting may take minutes: an operator should not have to guess whose."""
+        waited_s = asked_at_s - self._started_at_s
+        absent = [rank for rank in range(self._world_size) if not self._arrived(rank)]
+        if self.phase is not Phase.CONFIG or not absent or waited_s < self._told_until_s:
+            return []
+        self._told_until_s = waited_s + WAITING_AGAIN_S
+        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        came = self._world_size - len(absent)
+        return [Warn(f"waiting for ranks {shown}: {came} of {self._world_size} have come after {waited_s:.0f} s")]
 
     def _find_late(self, asked_at_s: float) -> None:
         for rank, watch in self._lookout.watches.items():

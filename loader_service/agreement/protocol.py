@@ -16,6 +16,7 @@ from loader_service.errors import FailureRecord
 HEARTBEAT_S = 1.0
 LOOKS_A_BEAT = 2  # of the leader at all statuses: a rank's silence is then known half a heartbeat after it began
 SUSPECT_S = 5.0
+WAITING_S, WAITING_AGAIN_S = 10.0, 60.0  # when an operator hears who has not come to the first meeting
 CHOICE_WINDOW_S = 0.75  # within the second that an explicit failure may take to reach everyone
 
 LEADER = 0

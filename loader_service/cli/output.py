@@ -44,7 +44,7 @@ def print_text(text: str) -> None:
     Raises LoaderError where stdout takes no more (a full disk); what is printed after that goes nowhere.
     """
     with writing_to_stdout():
-        print(text, flush=True)
+        print(text + "\n", end="", flush=True)
 
 
 @contextlib.contextmanager
@@ -70,7 +70,8 @@ def drop_stdout() -> None:
 def print_line(text: str) -> None:
     """Writes one line to stderr, whatever the text holds. Where stderr is gone there is nobody to tell."""
     with contextlib.suppress(OSError, ValueError):
-        print(" | ".join(part.strip() for part in text.splitlines() if part.strip()), file=sys.stderr, flush=True)
+        line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
+        print(line + "\n", end="", file=sys.stderr, flush=True)
 
 
 def print_failure(record: FailureRecord, *, as_json: bool, several_ranks: bool = False) -> None:
@@ -99,7 +100,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(self.format(record) + "\n", end="", file=sys.stderr, flush=True)  # one write: ranks share a terminal
         except Exception:  # noqa: BLE001 - logging's own way of dealing with what goes wrong in a handler
             self.handleError(record)
 

@@ -587,3 +587,24 @@ def test_a_log_entry_that_cannot_be_read_ends_the_load_on_each_rank() -> None:
         assert rank.ended is not None
         assert rank.ended.failure is not None
         assert "the log of verdicts cannot be read" in rank.ended.failure.record.message
+
+
+def test_an_operator_hears_who_has_not_come_to_the_first_meeting(caplog: pytest.LogCaptureFixture) -> None:
+    """After ten seconds and then once a minute, with the ranks that are waited for."""
+    World(3).run(start_s=lambda rank: 100.0 if rank == 2 else 0.0)
+    told = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
+    assert len(told) == 2
+    assert all(text.startswith("rank 0: waiting for ranks 2: 2 of 3 have come after ") for text in told)
+
+
+def test_the_leader_waits_for_no_bye_of_a_rank_that_never_came() -> None:
+    def act(rank: SimulatedRank, phase: Phase, attempt: int) -> PhaseRecord | None:
+        return PhaseRecord("same")
+
+    world = World(3, act=act)
+    for rank in world.ranks[:2]:
+        rank.start(0.0)
+    world.time.run(lambda: all(rank.ended for rank in world.ranks[:2]), limit_s=3600.0)
+    leader = world.ranks[0].participant.leader
+    assert leader is not None
+    assert leader.lost == {2}
