@@ -87,7 +87,7 @@ def test_an_example_of_the_tables_runs_with_the_configuration_shown(
     (shown,) = blocks(TABLES, "yaml")
     document = yaml.safe_load(shown.text)
     (rule,) = document["loads"]["target"]["rules"]
-    assert (document["mesh"], document["staging"]["pin"]) == ({"tp": 4}, "required")
+    assert (document["mesh"], document["staging"]["pin"]) == ({"tp": 4}, "auto")
     rule["host_resident"]["layout"] = layout
     here = {"checkpoint": {"path": str(folder / "checkpoint")}, "mesh": {"tp": 1}, "staging": {"pin": "never"}}
     (tmp_path / "tables.yaml").write_text(yaml.safe_dump(document | here))
