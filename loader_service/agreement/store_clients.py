@@ -102,18 +102,19 @@ class Meeting:
             while known < number:
                 stands = bytes(client.compare_set(newest, str(known or ""), str(number))).decode()
                 known = int(stands or known)
-            if known > number:
-                number = client.add(own, known - number)
-            if not self._given_up(client, number) or time.monotonic() > until_s:
+            while number < known and self._missed(client, number):
+                number = client.add(own, 1)
+            if number < known or not self._missed(client, number, ended=True) or time.monotonic() > until_s:
                 return number
             time.sleep(_LOOK_S)
             known = int(bytes(client.get(newest)))
 
-    def _given_up(self, client: Store, number: int) -> bool:
-        """Whether the others have ended that session for want of this rank. Any other end is its own too."""
+    def _missed(self, client: Store, number: int, *, ended: bool = False) -> bool:
+        """Whether the others have left that session for want of this rank, or (unless it must have `ended`) without a
+        word. Any other end is this rank's too."""
         first = f"{self._prefix}/{number}/{entry_key(0)}"
         if not client.check([first]):
-            return False
+            return not ended
         try:
             entry = decode_entry(bytes(client.get(first)))
         except MessageError:

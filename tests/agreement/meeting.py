@@ -136,5 +136,5 @@ def _is_zombie(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except OSError:  # gone, before or while it was read
         return True
