@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeAlias, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
 from loader_service.agreement.codec import decode_entry
 from loader_service.agreement.messages import MessageError, Verdict, entry_key
@@ -77,9 +77,9 @@ class Meeting:
     """One service's way into a store. The store counts the sessions of each rank under `prefix`, so that ranks that
     enter their loads in one order meet in the same one, also after a process was restarted.
 
-    A rank can miss one: it failed before it met the others, who gave it up. So it never joins one that is older than
-    the newest that any rank has begun; and where the newest has ended without it, it looks a moment for the next one,
-    before it takes that one's end for its own. So all of them meet again the next time.
+    A rank can miss one: it failed before it met the others, who gave it up and went on. It passes over such, up to the
+    newest that any rank has begun; and where they have given it up there too, it looks a moment for the next one before
+    it takes that end for its own. So all meet again the next time. A session that ended in another way counts.
     """
 
     def __init__(self, pool: ClientPool, prefix: str, rank: int, *, keep: bool) -> None:
@@ -102,25 +102,28 @@ class Meeting:
             while known < number:
                 stands = bytes(client.compare_set(newest, str(known or ""), str(number))).decode()
                 known = int(stands or known)
-            while number < known and self._missed(client, number):
+            state = self._state_of(client, number)
+            while number < known and state != "over":  # the others have gone on without this rank
                 number = client.add(own, 1)
-            if number < known or not self._missed(client, number, ended=True) or time.monotonic() > until_s:
+                state = self._state_of(client, number)
+            if state != "missed" or time.monotonic() > until_s:
                 return number
             time.sleep(_LOOK_S)
             known = int(bytes(client.get(newest)))
 
-    def _missed(self, client: Store, number: int, *, ended: bool = False) -> bool:
-        """Whether the others have left that session for want of this rank, or (unless it must have `ended`) without a
-        word. Any other end is this rank's too."""
+    def _state_of(self, client: Store, number: int) -> Literal["open", "missed", "over"]:
+        """What this rank finds of a session before it has said a word there: no verdict yet; given up for want of this
+        rank; or ended in another way, which is then this rank's end too."""
         first = f"{self._prefix}/{number}/{entry_key(0)}"
         if not client.check([first]):
-            return not ended
+            return "open"
         try:
             entry = decode_entry(bytes(client.get(first)))
         except MessageError:
-            return False
+            return "over"
         failure = entry.failure if isinstance(entry, Verdict) else None
-        return failure is not None and failure.kind == "timeout" and failure.record.rank == self._rank
+        given_up = failure is not None and failure.kind == "timeout" and failure.record.rank == self._rank
+        return "missed" if given_up else "over"
 
     def close(self) -> None:
         """Drops the connections, unless later services meet in the same store (`keep`)."""
