@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.cli.faulty_rank import RankFaults
-from tests.cli.support import Fault, wait_until, write_config, write_small_checkpoint
-from tests.cli.torchrun import RankEnded, Torchrun, is_running
+from tests.cli.support import Ended, Fault, wait_until, write_config, write_small_checkpoint
+from tests.cli.torchrun import Torchrun, is_running
 
 pytestmark = pytest.mark.processes
 
@@ -41,11 +41,11 @@ def wait_for_reads(folder: Path, ranks: int) -> None:
     wait_until(lambda: all((folder / f"reads.{rank}").exists() for rank in range(ranks)))
 
 
-def codes_of(ranks: list[RankEnded]) -> list[int]:
+def codes_of(ranks: list[Ended]) -> list[int]:
     return [ended.code for ended in ranks]
 
 
-def only_document(ranks: list[RankEnded], by: int) -> dict[str, Any]:
+def only_document(ranks: list[Ended], by: int) -> dict[str, Any]:
     """What rank `by` printed, it alone; no rank broke down on its way."""
     assert [rank for rank, ended in enumerate(ranks) if ended.out] == [by]
     for ended in ranks:
@@ -54,7 +54,7 @@ def only_document(ranks: list[RankEnded], by: int) -> dict[str, Any]:
     return ranks[by].document
 
 
-def only_record(ranks: list[RankEnded], by: int) -> dict[str, Any]:
+def only_record(ranks: list[Ended], by: int) -> dict[str, Any]:
     """As `only_document`, for a failure: there is one line for people too, of the same rank."""
     for rank, ended in enumerate(ranks):
         assert ended.err.count("loader-service: rank ") == (1 if rank == by else 0), ended.err

@@ -7,30 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from tests.cli.faulty_rank import Faults, write_faults
-from tests.cli.support import NO_SLOW_NAMES, ROOT, WATCHDOG_S, wait_until
+from tests.cli.support import NO_SLOW_NAMES, ROOT, WATCHDOG_S, Ended, wait_until
 from tests.support.ranks import context
-
-
-@dataclass(frozen=True)
-class RankEnded:
-    """A rank's process after its end. `code` as its parent saw it; negative: the signal that ended it."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """What was printed on stdout, which must be one JSON document and nothing else."""
-        loaded: dict[str, Any] = json.loads(self.out)
-        return loaded
 
 
 @dataclass(frozen=True)
@@ -39,10 +24,10 @@ class TorchrunEnded:
 
     code: int
     err: str
-    attempts: list[list[RankEnded]]
+    attempts: list[list[Ended]]
 
     @property
-    def ranks(self) -> list[RankEnded]:
+    def ranks(self) -> list[Ended]:
         """Those of the last attempt."""
         return self.attempts[-1]
 
@@ -106,7 +91,7 @@ class Torchrun:
         assert not late, f"torchrun did not end; {err}\n{logs}"
         attempts = [
             [
-                RankEnded(codes[rank], self._text(rank, "stdout", attempt), self._text(rank, "stderr", attempt))
+                Ended(codes[rank], self._text(rank, "stdout", attempt), self._text(rank, "stderr", attempt))
                 for rank in range(self._ranks)
             ]
             for attempt, codes in enumerate(json.loads((self._folder / "codes.json").read_text()))
@@ -127,30 +112,37 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def _launch(command: list[str], folder: Path) -> None:
+def run_torchrun(command: list[str], out: Path, err: Path, tell: Callable[[list[int | None]], object]) -> None:
+    """torchrun in this process, to its end, its streams going to files. `tell` gets the exit code of every rank's
+    process, in the order in which they were started: torchrun itself tells those of failed ones only."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(folder / f"torchrun.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    for path, descriptor in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
     os.environ.update({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **NO_SLOW_NAMES})
     started: list[subprocess.Popen[bytes]] = []
 
     class Noted(subprocess.Popen[bytes]):
-        """Every rank's process, for its exit code: torchrun tells those of failed ones only."""
-
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             started.append(self)
 
     vars(subprocess_handler)["Popen"] = Noted
-    ranks = int(command[command.index("--nproc-per-node") + 1])
     try:
         run.main(command)
     finally:
-        codes = [process.poll() for process in started]
+        tell([process.poll() for process in started])
+
+
+def _launch(command: list[str], folder: Path) -> None:
+    os.setsid()
+    ranks = int(command[command.index("--nproc-per-node") + 1])
+
+    def tell(codes: list[int | None]) -> None:
         attempts = [codes[first : first + ranks] for first in range(0, len(codes), ranks)]
         (folder / "codes.json").write_text(json.dumps(attempts))
+
+    run_torchrun(command, folder / "torchrun.out", folder / "torchrun.err", tell)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from tests.cli.support import NO_SLOW_NAMES, ROOT, WATCHDOG_S
-from tests.cli.torchrun import RankEnded
+from tests.cli.support import WATCHDOG_S, Ended
+from tests.cli.torchrun import run_torchrun
 from tests.hosts.host import Host, Hosts, enter_host
 from tests.support.ranks import context
 
@@ -28,7 +26,7 @@ class AgentsEnded:
 
     codes: list[int]
     logs: list[str]
-    ranks: list[RankEnded]
+    ranks: list[Ended]
 
 
 class Torchrun:
@@ -81,10 +79,10 @@ class Torchrun:
         codes = [agent.exitcode or 0 for agent in self._agents]
         return AgentsEnded(codes, logs, [rank for node in nodes for rank in self._ranks_of(node)])
 
-    def _ranks_of(self, node: int) -> list[RankEnded]:
+    def _ranks_of(self, node: int) -> list[Ended]:
         codes = json.loads(self._of(node, "codes").read_text())
         return [
-            RankEnded(code, self._text(node, local, "stdout"), self._text(node, local, "stderr"))
+            Ended(code, self._text(node, local, "stdout"), self._text(node, local, "stderr"))
             for local, code in enumerate(codes)
         ]
 
@@ -98,26 +96,5 @@ class Torchrun:
 
 def _launch(host: Host, command: list[str], path: Path) -> None:
     enter_host(host)
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(path.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-    os.environ.update({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **NO_SLOW_NAMES})
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Noted(subprocess.Popen[bytes]):
-        """Every rank's process, for its exit code: torchrun tells those of failed ones only."""
-
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more)
-            started.append(self)
-
-    vars(subprocess_handler)["Popen"] = Noted
-    try:
-        run.main(command)
-    finally:
-        codes = [process.poll() for process in started]
-        path.with_suffix(".codes").write_text(json.dumps(codes))
+    out, err, codes = (path.with_suffix(suffix) for suffix in (".out", ".err", ".codes"))
+    run_torchrun(command, out, err, lambda ended: codes.write_text(json.dumps(ended)))
