@@ -111,11 +111,18 @@ class ServiceLoop:
     """An event loop (uvloop where it is installed) in a daemon thread that the service owns.
 
     It does not outlive a fork: in a child process every call raises StateError. Raises MemoryLimitError if the system
-    lets no thread start.
+    lets no thread start, or has no descriptors for the loop.
     """
 
     def __init__(self, name: str = "loader-service") -> None:
-        self._loop = _new_event_loop()
+        try:
+            self._loop = _new_event_loop()
+        except OSError as error:
+            raise MemoryLimitError(
+                f"the service's event loop cannot be had ({error.strerror or error}): raise the limit of open files "
+                "(ulimit -n)",
+                errno=error.errno,
+            ) from error
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._process = os.getpid()
         self._stopped = False

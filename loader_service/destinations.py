@@ -40,6 +40,8 @@ def _problem(plan: RankPlan, name: str, tensor: object) -> str | None:
     shape, dtype = plan.storage_shape(i), storage_dtype(plan, i)
     if tensor.dtype != dtype:
         return f"is {tensor.dtype}, but the checkpoint's is {dtype}: convert after loading"
+    if (unwritable := why_unwritable(tensor)) is not None:
+        return unwritable
     if tuple(tensor.shape) != shape:
         return f"has shape {tuple(tensor.shape)}, but this rank's part is {shape}"
-    return why_unwritable(tensor)
+    return None

@@ -6,7 +6,7 @@ to the consumer then. It decides; the scheduler waits, reads and hands over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 
 from loader_service.memory.allocators import allocate_together
 from loader_service.memory.pool import Lease, Reservation, StagingPool
-from loader_service.memory.tensors import raw_memory, tensor_view, torch_dtype
+from loader_service.memory.tensors import empty_tensor, raw_memory, tensor_view, torch_dtype
 from loader_service.planning.fragments import subdivide
 from loader_service.planning.plan import RankPlan
 from loader_service.planning.units import (
@@ -121,9 +121,15 @@ def owned_tensor(plan: RankPlan, tensor: int, memory: memoryview, offset: int) -
     shape, dtype = plan.storage_shape(tensor), storage_dtype(plan, tensor)
     nbytes = plan.nbytes(tensor)
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return _empty_tensor(plan, tensor, shape)
     count = nbytes // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _empty_tensor(plan: RankPlan, tensor: int, shape: Sequence[int]) -> torch.Tensor:
+    catalog = plan.catalog
+    path = catalog.shards[int(catalog.shard_ids[plan.catalog_id(tensor)])].path
+    return empty_tensor(shape, storage_dtype(plan, tensor), path=path, name=plan.name(tensor))
 
 
 @dataclass(slots=True)
@@ -138,7 +144,7 @@ class SlotUnit:
         """View number `index` of a place, as a tensor over the slot (a copy if the bytes are not aligned)."""
         view, dtype = place.views[index], storage_dtype(self.plan, place.tensor)
         if self.lease is None or place.fragment < 0:
-            return torch.empty(view.shape, dtype=dtype)
+            return _empty_tensor(self.plan, place.tensor, view.shape)
         offset = place.slot_offset + view.offset_bytes
         return tensor_view(self.lease.buffer.tensor, offset, dtype, view.shape, view.strides)
 

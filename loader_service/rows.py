@@ -10,15 +10,14 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 import torch
 
-from loader_service.errors import ConfigError, DestinationError
+from loader_service.errors import ConfigError, DestinationError, StateError
 from loader_service.memory.tensors import raw_memory, torch_dtype, why_unwritable
-from loader_service.reading.chunked import Part, Reading
+from loader_service.reading.chunked import Reading
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES
@@ -32,6 +31,7 @@ STANDALONE_THREADS: Final = 8
 STANDALONE_CHUNK_BYTES: Final = 64 << 20
 _STANDALONE_RETRIES = 3
 _STANDALONE_STUCK_AFTER_S = 300.0
+_MOST_FILE_BYTES = 2**63 - 1
 
 
 class RowReader:
@@ -41,8 +41,6 @@ class RowReader:
     """
 
     def __init__(self, ranges: RangeReader, threads: ReadPool, *, chunk_bytes: int, stuck_after_s: float) -> None:
-        if chunk_bytes < 1:
-            raise ConfigError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
         self.ranges = ranges
         self._threads = threads
         self._chunk_bytes = chunk_bytes
@@ -63,21 +61,24 @@ class RowReader:
         """Ends threads and closes files; a reading thread that is in a call ends after it."""
         _end(self._threads, self.ranges.handles)
 
-    def begin(self, where: FileRange, view: memoryview) -> Reading:
-        """Reads one range into `view`, in chunks, of which two a thread are queued at any time: several readings get on
-        side by side, and queueing all of a large one would hold up the caller's loop (40 us a chunk).
+    def reading(self, where: FileRange, view: memoryview) -> Reading:
+        """One range to be read into `view`, in chunks, of which two a thread are queued at any time: several readings
+        get on side by side. Not started yet: whoever waits for it does that, so that an interrupt finds it in one
+        place. Raises StateError once this was closed."""
+        if self._threads.stopped:
+            text = f"{where.path}: nothing was read of {where.of_what}: its source, or the service it is of, was closed"
+            raise StateError(text, path=where.path, tensor=where.tensor)
+        chunks = _chunks(where.start, where.start + view.nbytes, self._chunk_bytes)
+        return Reading(where, view, chunks, self._read, self._threads, self._stuck_after_s)
 
-        What goes wrong with queueing is told by the reading, once nothing is written to `view` any more.
-        """
-        reading = Reading(where, self._parts(where, view), view.nbytes, self._threads, self._stuck_after_s)
-        reading.queue_more()
+    def begin(self, where: FileRange, view: memoryview) -> Reading:
+        """As `reading`, and starts it."""
+        reading = self.reading(where, view)
+        reading.start()
         return reading
 
-    def _parts(self, where: FileRange, view: memoryview) -> Iterator[Part]:
-        for start, stop in _chunks(where.start, where.start + view.nbytes, self._chunk_bytes):
-            at, part = where.moved(start - where.start), view[start - where.start : stop - where.start]
-            label = f"bytes [{start}, {stop}) of {where.of_what}"
-            yield Part(partial(self.ranges.read, at, part), label, start, stop - start)
+    def _read(self, where: FileRange, view: memoryview) -> None:
+        self.ranges.read(where, view)
 
 
 class RowSource:
@@ -103,14 +104,16 @@ class RowSource:
         chunk_bytes: int = STANDALONE_CHUNK_BYTES,
         drop_page_cache: bool = False,
     ) -> None:
-        self._set_up(FileRange(str(Path(path).absolute()), None, offset), shape, dtype)
+        self._set_up(FileRange(_checked_path(path), None, offset), shape, dtype)
+        _check_options(self.path, threads=threads, chunk_bytes=chunk_bytes, drop_page_cache=drop_page_cache)
         self._reader = RowReader.standalone(threads=threads, chunk_bytes=chunk_bytes, drop_page_cache=drop_page_cache)
 
     def _set_up(self, where: FileRange, shape: Sequence[int], dtype: torch.dtype | str) -> None:
         known = torch_dtype(dtype) if isinstance(dtype, str) else dtype
         if not isinstance(known, torch.dtype):
             raise ConfigError(f"{where.path}: torch has no dtype {dtype!r}")
-        sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+        no_bytes = isinstance(shape, Sequence) and not isinstance(shape, bytes | bytearray | memoryview)
+        sizes = tuple(shape) if no_bytes else ()
         if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (where.start, *sizes)):
             raise ConfigError(
                 f"{where.path}: a table needs an offset and a shape of at least one dimension, all of them integers "
@@ -120,6 +123,8 @@ class RowSource:
         self._shape = sizes
         self._dtype = known
         self._row_bytes = math.prod(self._shape[1:]) * known.itemsize
+        if where.start + self._shape[0] * self._row_bytes > _MOST_FILE_BYTES:
+            raise ConfigError(f"{where.path}: no file can hold a table of shape {shape!r} at offset {where.start}")
         self._rows = (0, self._shape[0])
 
     @property
@@ -148,8 +153,8 @@ class RowSource:
 
     @property
     def access(self) -> PolicyOutcome:
-        """How rows were read so far, past the page cache or through it, by all sources that share this one's reader."""
-        return self._reader.ranges.outcome
+        """How rows were read through this source so far: past the page cache, or through it."""
+        return self._reader.ranges.outcome_of(self._where)
 
     def read_rows_into(self, dst: torch.Tensor, row_start: int) -> None:
         """Fills `dst` with the rows [row_start, row_start + len(dst)) of the table. Blocks.
@@ -159,11 +164,13 @@ class RowSource:
         nothing is written to `dst` any more: its contents are then undefined. (A read that is stuck in the system is
         given up in the end; it may still write.)
         """
-        self._begin(dst, row_start).wait()
+        where, memory = self._checked(dst, row_start)
+        self._reader.reading(where, memory).wait()
 
     async def aread_rows_into(self, dst: torch.Tensor, row_start: int) -> None:
         """As `read_rows_into`, awaited on any loop; cancelled, it returns when nothing is written to `dst` any more."""
-        await self._begin(dst, row_start).wait_async()
+        where, memory = self._checked(dst, row_start)
+        await self._reader.reading(where, memory).wait_async()
 
     def close(self) -> None:
         """Ends the threads and closes the file of a source that was made alone; the next read raises StateError."""
@@ -179,12 +186,13 @@ class RowSource:
         name = f" {self._where.tensor!r}" if self._where.tensor is not None else ""
         return f"RowSource({self.path!r}{name}, shape={self._shape}, dtype={self._dtype}, rows={self._rows})"
 
-    def _begin(self, dst: torch.Tensor, row_start: int) -> Reading:
+    def _checked(self, dst: torch.Tensor, row_start: int) -> tuple[FileRange, memoryview]:
+        """What is to be read, and where to; whoever waits for that keeps the memory meanwhile."""
         problem = self._problem(dst, row_start)
         if problem is not None:
             text = f"{self.path}: nothing was read of {self._where.of_what}: {problem}"
             raise DestinationError(text, path=self.path, tensor=self._where.tensor)
-        return self._reader.begin(self._where.moved(row_start * self._row_bytes), raw_memory(dst))
+        return self._where.moved(row_start * self._row_bytes), raw_memory(dst)
 
     def _problem(self, dst: object, row_start: object) -> str | None:
         if not isinstance(dst, torch.Tensor):
@@ -193,14 +201,14 @@ class RowSource:
             return f"row_start is {row_start!r}, not an integer"
         if dst.device.type != "cpu":
             return f"the destination is on {dst.device}; rows are read into host memory"
+        if (unwritable := why_unwritable(dst)) is not None:
+            return f"the destination {unwritable}"
         if dst.dtype != self._dtype:
             return f"the destination is {dst.dtype}, the table {self._dtype}"
         if dst.dim() == 0 or tuple(dst.shape[1:]) != self._shape[1:]:
             return (
                 f"the destination's shape is {tuple(dst.shape)}; its rows must be like the table's, {self._shape[1:]}"
             )
-        if (unwritable := why_unwritable(dst)) is not None:
-            return f"the destination {unwritable}"
         if not dst.is_contiguous():
             return "the destination is not contiguous"
         if row_start < 0 or row_start + dst.shape[0] > self._shape[0]:
@@ -224,6 +232,29 @@ class SharedRowSource(RowSource):
     def over(self, reader: RowReader) -> SharedRowSource:
         """The same rows, read by another reader."""
         return SharedRowSource(reader, self._where, self._shape, self._dtype, self._rows)
+
+
+def _checked_path(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"a row source needs the path of a file, as text, not {path!r}")
+    text = os.fspath(path)
+    problem = "text, not bytes" if not isinstance(text, str) else "without NUL characters" if "\0" in text else None
+    if problem is None:
+        try:
+            os.fsencode(text)
+        except UnicodeEncodeError:
+            problem = "one that can be encoded"
+    if problem is not None:
+        raise ConfigError(f"a row source needs a path that is {problem}, not {path!r}")
+    return str(Path(text).absolute())
+
+
+def _check_options(path: str, *, threads: object, chunk_bytes: object, drop_page_cache: object) -> None:
+    for name, value in (("threads", threads), ("chunk_bytes", chunk_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path}: {name} must be an integer of at least 1, not {value!r}")
+    if not isinstance(drop_page_cache, bool):
+        raise ConfigError(f"{path}: drop_page_cache must be True or False, not {drop_page_cache!r}")
 
 
 def _chunks(start: int, stop: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:

@@ -51,7 +51,7 @@ def tensor_view(
     aligned copy, which is what devices and vector code need. Raises DestinationError if it would reach outside `u8`.
     """
     if 0 in shape:
-        return _empty(shape, dtype)
+        return empty_tensor(shape, dtype)
     strides = _row_major(shape) if strides is None else strides
     itemsize = dtype.itemsize
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -82,11 +82,18 @@ def why_unwritable(tensor: torch.Tensor) -> str | None:
         return "is on the meta device: it has no memory to fill"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}: only strided tensors can be filled"
+    if tensor.is_nested:
+        return "is nested: fill the tensors that it is made of"
+    if tensor.is_quantized:
+        return "is quantized: only plain tensors can be filled"
     if tensor.is_conj() or tensor.is_neg():
         return "is a lazily conjugated or negated view: fill what it is a view of"
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return "has no memory of its own (within torch.vmap, torch.func.grad or another transform?)"
     if tensor.numel() == 0:
         return None
-    storage = tensor.untyped_storage()
     if storage.device.type != tensor.device.type:
         return "has no memory of its own (a fake tensor?)"
     dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
@@ -101,12 +108,18 @@ def why_unwritable(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_tensor(
+    shape: Sequence[int], dtype: torch.dtype, *, path: str | None = None, name: str | None = None
+) -> torch.Tensor:
+    """A tensor without elements. Raises CheckpointError, with `path` and `name`, where torch cannot hold its shape:
+    [0, 2**63, 4] is a legal header's."""
     try:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     except (RuntimeError, TypeError, OverflowError) as error:
-        # [0, 2**63, 4] is a legal header's shape.
-        raise CheckpointError(f"torch cannot hold an empty tensor of {dtype} and shape {tuple(shape)}") from error
+        where = f"{path}: " if path is not None else ""
+        what = f"tensor '{name}', which" if name is not None else "a tensor that"
+        text = f"{where}torch cannot hold {what} is empty, of {dtype} and shape {tuple(shape)}"
+        raise CheckpointError(f"{text}: leave it out of the load", path=path, tensor=name) from error
 
 
 def _aligned(part: torch.Tensor, itemsize: int) -> torch.Tensor:

@@ -174,7 +174,8 @@ class FakeStorage:
         self._block_bytes = block_bytes
 
     def cache(self, pattern: str, held: Callable[[int, int], int | None]) -> None:
-        """What `cached_bytes(offset, nbytes)` answers for matching files; the latest one that matches counts."""
+        """What `cached_bytes(offset, nbytes)` answers for matching files, and how much `read_cached` gets then; the
+        latest one that matches counts."""
         with self._lock:
             self._cached.insert(0, (pattern, held))
 
@@ -298,14 +299,19 @@ class FakeStorage:
             with self._lock:
                 self._in_flight -= 1
 
-    def _read(self, file: FakeFile, views: Sequence[memoryview], offset: int) -> int:
+    def _read(self, file: FakeFile, views: Sequence[memoryview], offset: int, *, cached: bool = False) -> int:
         wanted_bytes = sum(view.nbytes for view in views)
         with self._reading():
             faults = self._act("read direct" if file.direct else "read", file.path, offset, offset + wanted_bytes)
             if file.direct:
                 self._check_aligned(views, offset)
             room = _room(faults, offset, wanted_bytes)
-            got = read_part(file.inner, views, offset, room, whole_blocks=file.direct)
+            held = self._held_by(file.path) if cached else None
+            if cached and held is None:
+                got = file.inner.read_cached(views[0][:room], offset)
+            else:
+                room = min(room, held(offset, wanted_bytes) or 0) if held is not None else room
+                got = read_part(file.inner, views, offset, room, whole_blocks=file.direct)
         with self._lock:
             self._reads.append(ReadCall(file.path, offset, got, wanted_bytes, file.direct))
         return got
@@ -317,9 +323,12 @@ class FakeStorage:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def _held(self, file: FakeFile, offset: int, nbytes: int) -> int | None:
-        with self._lock:
-            scripted = next((held for pattern, held in self._cached if _matches(pattern, file.path)), None)
+        scripted = self._held_by(file.path)
         return file.inner.cached_bytes(offset, nbytes) if scripted is None else scripted(offset, nbytes)
+
+    def _held_by(self, path: str) -> Callable[[int, int], int | None] | None:
+        with self._lock:
+            return next((held for pattern, held in self._cached if _matches(pattern, path)), None)
 
     def _drop(self, file: FakeFile, offset: int, nbytes: int) -> None:
         with self._lock:
@@ -353,6 +362,9 @@ class FakeFile:
 
     def cached_bytes(self, offset: int, nbytes: int) -> int | None:
         return self._storage._held(self, offset, nbytes)  # noqa: SLF001 - see above
+
+    def read_cached(self, view: memoryview, offset: int) -> int:
+        return self._storage._read(self, [view], offset, cached=True)  # noqa: SLF001 - see above
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         self._storage._drop(self, offset, nbytes)  # noqa: SLF001 - see above

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from loader_service.errors import CheckpointError, ConfigError, LoaderError, ReadError, StateError
+from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.reader import FileIdentity, OpenFile, Storage, describe_change
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,15 @@ class HandleCache:
         self._open_now = 0
         self._opens = 0
         self._closed = False
+        starts_anew_in_children(self)
+
+    def start_anew(self) -> None:
+        """In a forked child nobody uses or opens a file yet, and the lock may be that of a thread that is not here."""
+        self._changed = threading.Condition()
+        self._opening.clear()
+        self._open_now = len(self._handles)
+        for handle in self._handles.values():
+            handle.users = 0
 
     @property
     def storage(self) -> Storage:
@@ -172,7 +182,8 @@ class HandleCache:
         """A cached handle to use, or None when the caller is the one to open the path."""
         while True:
             if self._closed:
-                raise StateError(f"{key[0]}: the handle cache is closed", path=key[0])
+                text = f"{key[0]}: cannot be read any more: its source, or the service it is of, was closed"
+                raise StateError(text, path=key[0])
             handle = self._handles.get(key)
             if handle is not None and (expected is None or handle.file.identity == expected):
                 handle.users += 1

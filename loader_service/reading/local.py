@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from loader_service.reading.page_cache import cached_bytes
-from loader_service.reading.reader import DirectoryEntry, FileIdentity
+from loader_service.reading.page_cache import cached_bytes, copy_cached
+from loader_service.reading.reader import NOT_REGULAR, DirectoryEntry, FileIdentity
 
 _LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
@@ -31,7 +31,7 @@ class LocalStorage:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise OSError(errno.EINVAL, NOT_REGULAR, path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_direct_flag() if direct else 0))
         try:
             return LocalFile(descriptor, _identity(os.fstat(descriptor)))
@@ -56,6 +56,9 @@ class LocalFile:
 
     def cached_bytes(self, offset: int, nbytes: int) -> int | None:
         return cached_bytes(self._descriptor, offset, nbytes)
+
+    def read_cached(self, view: memoryview, offset: int) -> int:
+        return copy_cached(self._descriptor, view, offset)
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         if not hasattr(os, "posix_fadvise"):

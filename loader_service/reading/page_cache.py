@@ -31,9 +31,9 @@ class _Pages(ctypes.Structure):
 def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
     """How many of the bytes [offset, offset + nbytes) the page cache holds, in whole pages; None if unknown.
 
-    `cachestat` costs some 5 us a MiB and reads nothing ahead. It is refused for files of another owner and by kernels
-    before 6.5: then both ends are probed with reads that must not wait, and all that lies between is taken to be as
-    they are. An overlay file system answers 0 although the lower file is cached: unknown.
+    `cachestat` costs some 5 us for each MiB that is held and reads nothing ahead. It is refused for files of another
+    owner and by kernels before 6.5: then both ends are probed with reads that must not wait, and all that lies between
+    is taken to be as they are. An overlay file system answers 0 although the lower file is cached: unknown.
     """
     if nbytes <= 0:
         return 0
@@ -50,8 +50,27 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
     return sum(nbytes // 2 for held in found if held) if not all(found) else nbytes
 
 
+def copy_cached(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fills `view` as far as the page cache holds the file from `offset` on without a gap; returns how far that is.
+
+    Does not wait for the disk, but where it meets a gap the kernel begins to read ahead, 8 MiB as a rule.
+    """
+    no_wait = _no_wait()
+    if no_wait is None:
+        return 0
+    try:
+        return os.preadv(descriptor, [view], offset, no_wait)
+    except OSError:  # EAGAIN: nothing is held; EOPNOTSUPP: the file system does not know how
+        return 0
+
+
+def _no_wait() -> int | None:
+    flag: int | None = getattr(os, "RWF_NOWAIT", None)
+    return flag
+
+
 def _probe(descriptor: int, offset: int) -> bool | None:
-    no_wait: int | None = getattr(os, "RWF_NOWAIT", None)
+    no_wait = _no_wait()
     if no_wait is None:
         return None
     try:

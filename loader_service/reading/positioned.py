@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from itertools import islice
 
 from loader_service.errors import CheckpointError, DestinationError, EndOfFileError, LoaderError, ReadError
 from loader_service.reading.handles import HandleCache
-from loader_service.reading.reader import FileIdentity, OpenFile
+from loader_service.reading.reader import NOT_REGULAR, FileIdentity, OpenFile
 
 # preadv moves at most 0x7ffff000 bytes and 1024 vectors a call; half of the former keeps calls page-aligned.
 MOST_VIEWS_A_CALL = 1024
@@ -45,9 +44,11 @@ def read_fully(
 
     Raises CheckpointError if the file is gone or is not `expected` any more, EndOfFileError if it ends early though it
     is the planned one, ReadError for all other failures of the system, DestinationError for views that cannot be
-    filled; all name the path, the range and `tensor`. A direct read that ends within a block counts as the file's end.
+    filled, as where their memory is read-only; all name the path, the range and `tensor`. A direct read that ends
+    within a block counts as the file's end.
     """
-    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, DIRECT_BLOCK_BYTES if direct else 1)
+    step_bytes = DIRECT_BLOCK_BYTES if direct else 1
+    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, step_bytes, planned=expected is not None)
     attempts = _Attempts(retries)
     while transfer.pending:
         file: OpenFile | None = None
@@ -99,6 +100,7 @@ class _Transfer:
     pending: deque[memoryview]
     tensor: str | None
     step_bytes: int
+    planned: bool
     position: int = field(init=False)
     stop: int = field(init=False)
 
@@ -153,28 +155,36 @@ class _Transfer:
 
     def failure(self, error: OSError) -> LoaderError:
         code = error.errno
-        what = os.strerror(code) if code is not None else str(error)
+        what = error.strerror or str(error)
         name = f" ({errno.errorcode.get(code, code)})" if code is not None else ""
-        kind = CheckpointError if code == errno.ENOENT else ReadError
+        kind = _KINDS.get(code or 0, ReadError)
         return kind(
-            f"{self.path}: {what}{name} while {self._where()}; {_advice(code)}",
+            f"{self.path}: {what}{name} while {self._where()}; {_advice(code, what, planned=self.planned)}",
             path=self.path,
             tensor=self.tensor,
             errno=code,
         )
 
 
+_KINDS: dict[int, type[LoaderError]] = {errno.ENOENT: CheckpointError, errno.EFAULT: DestinationError}
+
 _ADVICE = {
     errno.ENOENT: "the file was there when the load was planned: put it back or point checkpoint.path elsewhere",
     errno.EACCES: "give this user the right to read it",
     errno.EIO: "the device or the file server fails: look at the kernel's log, then load again",
     errno.ESTALE: "the file server lost the file even after it was opened anew: load again when the mount is healthy",
+    errno.EFAULT: "the destination's memory cannot be written to (read-only memory, or a file mapped for reading?)",
+    errno.EISDIR: "give the path of a file",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "the whole machine is out of file handles (fs.file-max)",
 }
 
 
-def _advice(code: int | None) -> str:
+def _advice(code: int | None, what: str, *, planned: bool) -> str:
+    if code == errno.ENOENT and not planned:
+        return "check the path"
+    if what == NOT_REGULAR:
+        return "give the path of a regular file"
     return _ADVICE.get(code or 0, "check the file system that holds it")
 
 

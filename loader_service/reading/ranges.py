@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -18,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from loader_service.errors import EndOfFileError, LoaderError, ReadError
+from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES, read_fully
 from loader_service.reading.reader import FileIdentity
 from loader_service.report import PolicyOutcome
+from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -97,9 +100,15 @@ class RangeReader:
         self._drop = drop
         self._lock = threading.Lock()
         self._statistics = RangeStatistics()
+        self._of_tensor: dict[tuple[str, str | None], RangeStatistics] = {}
         self._refused: dict[str, str] = {}
         self._paths_read: set[str] = set()
         self._of_thread = threading.local()
+        starts_anew_in_children(self)
+
+    def start_anew(self) -> None:
+        """In a forked child the lock may be that of a thread that is not here."""
+        self._lock = threading.Lock()
 
     @property
     def statistics(self) -> RangeStatistics:
@@ -117,6 +126,13 @@ class RangeReader:
         """What became of `access`, for a report."""
         return describe(self._access, self.statistics)
 
+    def outcome_of(self, tensor: FileRange) -> PolicyOutcome:
+        """As `outcome`, of one tensor's bytes alone."""
+        with self._lock:
+            own = self._of_tensor.get((tensor.path, tensor.tensor), RangeStatistics())
+            refused = {path: why for path, why in self._refused.items() if path == tensor.path and own.buffered_bytes}
+        return describe(self._access, replace(own, refused=refused))
+
     def read(self, where: FileRange, view: memoryview) -> None:
         """Fills `view` (contiguous bytes) with the file's bytes from `where.start` on. Raises as `read_fully` does."""
         if not view.nbytes:
@@ -125,7 +141,8 @@ class RangeReader:
             self._paths_read.add(where.path)
         start = where.start
         congruent = (_address(view) - start) % DIRECT_BLOCK_BYTES == 0
-        for piece in self._pieces(where, start + view.nbytes, congruent=congruent):
+        copied = self._copy_held(where, view, congruent=congruent)
+        for piece in self._pieces(where.moved(copied), start + view.nbytes, congruent=congruent):
             part, at = view[piece.start - start : piece.stop - start], where.moved(piece.start - start)
             if piece.how == "direct" and self._read_direct(at, part):
                 continue
@@ -137,6 +154,8 @@ class RangeReader:
 
     def _pieces(self, where: FileRange, stop: int, *, congruent: bool) -> Iterator[_Piece]:
         start = where.start
+        if start == stop:
+            return
         if self._access == "buffered" or not congruent or where.path in self._refused:
             yield _Piece(start, stop, "buffered")
             return
@@ -148,6 +167,18 @@ class RangeReader:
             yield _Piece(start, stop, "cached" if held else "direct")
         else:
             yield from self._mixed(where, stop)
+
+    def _copy_held(self, where: FileRange, view: memoryview, *, congruent: bool) -> int:
+        """Copies what the page cache holds from the beginning on, if that has the first page and the last: then it has
+        all of them, as a rule, and to count them before takes a twentieth of the time. Returns how many bytes."""
+        if self._access != "auto" or not congruent or where.path in self._refused:
+            return 0
+        copied = 0
+        with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected) as file:
+            if file.cached_bytes(where.start, 1) and file.cached_bytes(where.start + view.nbytes - 1, 1):
+                copied = file.read_cached(view, where.start)
+        self._count(where, cached_bytes=copied)
+        return copied
 
     def _mixed(self, where: FileRange, stop: int) -> Iterator[_Piece]:
         """The cache holds a part: looks piece by piece, and joins those that go one way."""
@@ -178,6 +209,7 @@ class RangeReader:
         self._read(where, view)
         for_the_memory = not congruent and self._access != "buffered" and where.path not in self._refused
         self._count(
+            where,
             cached_bytes=view.nbytes if cached else 0,
             buffered_bytes=0 if cached else view.nbytes,
             incongruent_bytes=view.nbytes if for_the_memory else 0,
@@ -218,7 +250,7 @@ class RangeReader:
                 raise
             self._refuse(where.path, errno.errorcode[error.errno or errno.EINVAL])
             return False
-        self._count(direct_bytes=last - first)
+        self._count(where, direct_bytes=last - first)
         for edge_start, edge_stop in ((start, first), (last, stop)):
             if edge_start < edge_stop:
                 self._read_edge(where.moved(edge_start - start), view[edge_start - start : edge_stop - start])
@@ -227,7 +259,8 @@ class RangeReader:
     def _read_edge(self, where: FileRange, view: memoryview) -> None:
         """A part of one block: the block is read into memory of this thread's own, and the part copied over.
 
-        What is out of the ordinary is left to the page cache: a block that comes in parts, the file's end, an error.
+        What is out of the ordinary is left to the page cache: a block that comes in parts, the file's end, an error,
+        memory that cannot be written to.
         """
         skip = where.start % DIRECT_BLOCK_BYTES
         block = self._block()
@@ -239,11 +272,11 @@ class RangeReader:
         except OSError as error:
             if error.errno in _REFUSALS:
                 self._refuse(where.path, errno.errorcode[error.errno or errno.EINVAL])
-        if got < skip + view.nbytes:
+        if got < skip + view.nbytes or not _takes_writes(view):
             self._read_through(where, view)
             return
         view[:] = block.data[skip : skip + view.nbytes]
-        self._count(direct_bytes=view.nbytes, bounced_bytes=view.nbytes)
+        self._count(where, direct_bytes=view.nbytes, bounced_bytes=view.nbytes)
 
     def _block(self) -> npt.NDArray[np.uint8]:
         block: npt.NDArray[np.uint8] | None = getattr(self._of_thread, "block", None)
@@ -269,10 +302,29 @@ class RangeReader:
         except (OSError, LoaderError) as error:
             _log.debug("%s: the page cache keeps %d bytes from %d on: %s", where.path, nbytes, where.start, error)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, where: FileRange, **more: int) -> None:
+        own = (where.path, where.tensor)
         with self._lock:
-            now = {name: getattr(self._statistics, name) + value for name, value in more.items()}
-            self._statistics = replace(self._statistics, **now)
+            self._statistics = _plus(self._statistics, more)
+            self._of_tensor[own] = _plus(self._of_tensor.get(own, RangeStatistics()), more)
+
+
+def _takes_writes(view: memoryview) -> bool:
+    """Whether the system can write to this memory, with zeros. Copying to it would else end the process."""
+    try:
+        zeros = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True  # unknown: no descriptor is to be had
+    try:
+        return os.readv(zeros, [view]) == view.nbytes
+    except OSError:
+        return False
+    finally:
+        os.close(zeros)
+
+
+def _plus(statistics: RangeStatistics, more: Mapping[str, int]) -> RangeStatistics:
+    return replace(statistics, **{name: getattr(statistics, name) + value for name, value in more.items()})
 
 
 def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
@@ -283,13 +335,14 @@ def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
         effective = requested
     parts = []
     if done.direct_bytes:
-        parts.append(f"{done.direct_bytes} bytes past the page cache ({done.bounced_bytes} copied over)")
+        bounced = f" ({format_size(done.bounced_bytes)} copied over)" if done.bounced_bytes else ""
+        parts.append(f"{format_size(done.direct_bytes)} past the page cache{bounced}")
     if done.cached_bytes:
-        parts.append(f"{done.cached_bytes} bytes copied from the page cache")
+        parts.append(f"{format_size(done.cached_bytes)} copied from the page cache")
     if done.buffered_bytes:
-        parts.append(f"{done.buffered_bytes} bytes read through the page cache")
+        parts.append(f"{format_size(done.buffered_bytes)} read through the page cache")
     if done.incongruent_bytes:
-        parts.append(f"{done.incongruent_bytes} bytes of them into memory that is not congruent with the file")
+        parts.append(f"{format_size(done.incongruent_bytes)} of it into memory that is not congruent with the file")
     if done.refused:
         path, why = next(iter(done.refused.items()))
         more = f" and {len(done.refused) - 1} more files" if len(done.refused) > 1 else ""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
+
+NOT_REGULAR: Final = "not a regular file"  # the text of the OSError (EINVAL) with which a storage refuses to open one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class OpenFile(Protocol):
     def cached_bytes(self, offset: int, nbytes: int) -> int | None:
         """How many of these bytes (in whole pages) the page cache holds; None where the system does not say. Reads
         nothing ahead."""
+        ...
+
+    def read_cached(self, view: memoryview, offset: int) -> int:
+        """Fills `view` as far as the page cache holds the bytes from `offset` on, without waiting for the disk. Returns
+        how many these are: 0 also where the system cannot do that."""
         ...
 
     def drop_cached(self, offset: int, nbytes: int) -> None:

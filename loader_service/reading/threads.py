@@ -14,9 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, TypeVarTuple, cast
 
-from loader_service.errors import ConfigError, MemoryLimitError, StateError
+from loader_service.errors import ConfigError, MemoryLimitError, StateError, clear_frames
+from loader_service.reading.forked import starts_anew_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +45,20 @@ class _Job:
     path: str | None
     offset: int | None
     started_s: float = 0.0
+    worker: threading.Thread | None = None
     abandoned: bool = False
+
+    def take(self) -> Callable[[], object]:
+        """The work, which this keeps no longer."""
+        call, self.call = self.call, _nothing
+        return call
 
     def in_flight(self, now_s: float) -> InFlight:
         return InFlight(self.label, self.path, self.offset, now_s - self.started_s, self.future)
+
+
+def _nothing() -> None:
+    """The work of a job that was done."""
 
 
 def _outcome(call: Callable[[], object]) -> tuple[object, BaseException | None]:
@@ -72,7 +84,9 @@ def _settle(future: Future[object], result: object, error: BaseException | None)
 class ReadPool:
     """`threads` daemon threads that work off one first-in first-out queue; they start when work comes.
 
-    All methods may be called from any thread. Only `shutdown` blocks.
+    All methods may be called from any thread. Only `shutdown` blocks. An interrupt of a thread that calls `submit`
+    leaves the pool usable; the work may then be queued, or not. In a forked child it begins without work and threads.
+    A thread lets go of the work before it tells its end: whoever waits for it holds the last reference to a buffer.
     """
 
     def __init__(self, threads: int, *, name: str = "loader-read") -> None:
@@ -80,15 +94,33 @@ class ReadPool:
             raise ConfigError(f"a pool of reading threads needs at least one thread, not {threads}")
         self._name = name
         self._numbers = itertools.count()
-        self._work = threading.Condition()
+        self._target = threads
+        self._stopping: Future[None] | None = None
+        self._begin()
+        starts_anew_in_children(self)
+
+    def _begin(self) -> None:
+        # Entered by `with self._lock`, never through the condition: an interrupt there would leave the lock held.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
         self._queue: OrderedDict[Future[object], _Job] = OrderedDict()
         self._running: dict[Future[object], _Job] = {}
         self._abandoned: set[_Job] = set()
-        self._workers: set[threading.Thread] = set()
-        self._counted = 0
-        self._idle = 0
-        self._target = threads
-        self._stopping: Future[None] | None = None
+        self._workers: set[threading.Thread] = set()  # all that live
+        self._counted: set[threading.Thread] = set()  # those of them that are not abandoned
+        self._idle: set[threading.Thread] = set()  # those of them that wait for work, or are about to
+
+    def start_anew(self) -> None:
+        """A fork copies no threads, and perhaps a lock that one of them held."""
+        self._begin()
+        if self._stopping is not None:
+            self._stopping = Future()
+            self._stopping.set_result(None)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no more work is taken."""
+        return self._stopping is not None
 
     @property
     def threads(self) -> int:
@@ -102,15 +134,21 @@ class ReadPool:
         label: str = "",
         path: str | None = None,
         offset: int | None = None,
+        on_done: Callable[[Future[_T]], None] | None = None,
     ) -> Future[_T]:
         """Queues `function(*args)`. Cancelling the future while it is queued drops the work and its arguments at once.
 
-        `label`, `path` and `offset` tell a watchdog what is being done. Raises StateError after `stop`,
-        MemoryLimitError if the system lets no thread start.
+        `label`, `path` and `offset` tell a watchdog what is being done; `on_done` is a callback that the future has
+        from the beginning. Raises StateError after `stop`, MemoryLimitError if the system lets no thread start.
         """
         future: Future[_T] = Future()
-        job = _Job(lambda: function(*args), cast(Future[object], future), label, path, offset)
-        with self._work:
+        # Before any thread may know the future: an interrupt while it is locked here would leave it so.
+        future.add_done_callback(cast("Callable[[Future[_T]], None]", self._drop_if_cancelled))
+        if on_done is not None:
+            future.add_done_callback(on_done)
+        # Not a function of this one: whoever keeps an error would keep it, and the arguments, which may be buffers.
+        job = _Job(partial(function, *args), cast(Future[object], future), label, path, offset)
+        with self._lock:
             if self._stopping is not None:
                 raise StateError("the reading threads were stopped; no more work is taken", path=path)
             self._queue[job.future] = job
@@ -120,19 +158,18 @@ class ReadPool:
                 del self._queue[job.future]
                 raise
             self._work.notify()
-        job.future.add_done_callback(self._drop_if_cancelled)
         return future
 
     def in_flight(self) -> list[InFlight]:
         """What threads are doing now, the oldest first; abandoned work is not among it."""
         now_s = time.monotonic()
-        with self._work:
+        with self._lock:
             return [job.in_flight(now_s) for job in self._running.values()]
 
     def stuck(self) -> list[InFlight]:
         """Abandoned work that still has not come back."""
         now_s = time.monotonic()
-        with self._work:
+        with self._lock:
             return [job.in_flight(now_s) for job in self._abandoned]
 
     def abandon(self, future: Future[_T]) -> bool:
@@ -141,13 +178,13 @@ class ReadPool:
         The thread ends should the work ever return; the future stays as it is until then. False if the work is not
         running (any more), in which case nothing changes.
         """
-        with self._work:
+        with self._lock:
             job = self._running.pop(cast(Future[object], future), None)
             if job is None:
                 return False
             job.abandoned = True
             self._abandoned.add(job)
-            self._count_out()
+            self._count_out(job.worker)
             try:
                 self._start_missing()
             except MemoryLimitError as error:
@@ -158,7 +195,7 @@ class ReadPool:
         """Changes how many threads may work; surplus ones end after what they are doing."""
         if threads < 1:
             raise ConfigError(f"a pool of reading threads needs at least one thread, not {threads}")
-        with self._work:
+        with self._lock:
             self._target = threads
             self._start_missing()
             self._work.notify_all()
@@ -168,13 +205,13 @@ class ReadPool:
 
         Abandoned work is not waited for. A second call returns the same future.
         """
-        with self._work:
+        with self._lock:
             if self._stopping is not None:
                 return self._stopping
             stopping = self._stopping = Future()
             stopping.set_running_or_notify_cancel()
             queued = tuple(self._queue)
-            done = self._counted == 0
+            done = not self._counted
             self._work.notify_all()
         for future in queued:
             future.cancel()
@@ -186,7 +223,7 @@ class ReadPool:
         """`stop`, then waits at most `wait_s` for the threads. Returns what has not come back, abandoned work too."""
         self.stop()
         deadline_s = time.monotonic() + wait_s
-        with self._work:
+        with self._lock:
             workers = tuple(self._workers)
         for worker in workers:
             if worker is not threading.current_thread():
@@ -197,32 +234,40 @@ class ReadPool:
         """Starts threads while there is more queued than idle threads take; called with the lock held."""
         if self._stopping is not None:
             return
-        wanted = min(self._target - self._counted, len(self._queue) - self._idle)
+        wanted = min(self._target - len(self._counted), len(self._queue) - len(self._idle))
         for _ in range(wanted):
-            worker = threading.Thread(target=self._serve, name=f"{self._name}-{next(self._numbers)}", daemon=True)
             try:
-                worker.start()
+                self._start_one()
             except RuntimeError as error:
                 if self._counted:
-                    _log.warning("only %d of %d reading threads run: %s", self._counted, self._target, error)
+                    _log.warning("only %d of %d reading threads run: %s", len(self._counted), self._target, error)
                     return
                 raise MemoryLimitError(
                     f"no reading thread could be started ({error}): raise the limit of processes (ulimit -u), the "
                     "cgroup's pids.max or the memory limit"
                 ) from error
-            self._workers.add(worker)
-            self._counted += 1
-            self._idle += 1
+
+    def _start_one(self) -> None:
+        worker = threading.Thread(target=self._serve, name=f"{self._name}-{next(self._numbers)}", daemon=True)
+        try:
+            for threads in (self._workers, self._counted, self._idle):
+                threads.add(worker)
+            worker.start()
+        except BaseException:  # interrupted, it may run all the same: then it ends, since it is not counted
+            for threads in (self._workers, self._counted, self._idle):
+                threads.discard(worker)
+            raise
 
     def _serve(self) -> None:
-        with self._work:
-            self._idle -= 1
+        worker = threading.current_thread()
         try:
             while True:
-                job = self._next_job()
+                job = self._next_job(worker)
                 if job is None:
                     return
-                result, error = _outcome(job.call)
+                result, error = _outcome(job.take())
+                if error is not None:
+                    clear_frames(error)  # they hold what the work was given
                 goes_on = self._finish(job)
                 _settle(job.future, result, error)
                 if not goes_on:
@@ -230,40 +275,45 @@ class ReadPool:
                 # Nothing may be kept while waiting for more: a job's arguments are buffers.
                 del job, result, error
         finally:
-            with self._work:
-                self._workers.discard(threading.current_thread())
+            with self._lock:
+                self._workers.discard(worker)
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self, worker: threading.Thread) -> _Job | None:
         """Waits for work; None tells the thread to end, which is counted out then."""
-        with self._work:
-            while True:
-                if self._counted > self._target or self._stopping is not None:
-                    self._count_out()
+        with self._lock:
+            self._idle.discard(worker)
+            while worker in self._counted:
+                if len(self._counted) > self._target or self._stopping is not None:
+                    self._count_out(worker)
                     return None
                 if self._queue:
                     _, job = self._queue.popitem(last=False)
                     if job.future.set_running_or_notify_cancel():
                         job.started_s = time.monotonic()
+                        job.worker = worker
                         self._running[job.future] = job
                         return job
+                    del job  # while the lock is held: whoever cancelled it lets go of a buffer after that
                     continue
-                self._idle += 1
+                self._idle.add(worker)
                 try:
                     self._work.wait()
                 finally:
-                    self._idle -= 1
+                    self._idle.discard(worker)
+            return None
 
-    def _count_out(self) -> None:
-        self._counted -= 1
+    def _count_out(self, worker: threading.Thread | None) -> None:
+        if worker is not None:
+            self._counted.discard(worker)
         if self._queue:
             # This thread may have taken the notification that another one needs.
             self._work.notify()
-        if self._counted == 0 and self._stopping is not None and not self._stopping.done():
+        if not self._counted and self._stopping is not None and not self._stopping.done():
             self._stopping.set_result(None)
 
     def _finish(self, job: _Job) -> bool:
         """Whether the thread goes on."""
-        with self._work:
+        with self._lock:
             self._running.pop(job.future, None)
             self._abandoned.discard(job)
             return not job.abandoned
@@ -271,7 +321,7 @@ class ReadPool:
     def _drop_if_cancelled(self, future: Future[object]) -> None:
         if not future.cancelled():
             return
-        with self._work:
+        with self._lock:
             job = self._queue.pop(future, None)
         if job is not None:
             future.set_running_or_notify_cancel()

@@ -12,7 +12,7 @@ import pytest
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.reader import Storage
-from tests.reading.disk import MIB, PAGE, disk_bytes, disk_folder, held, memory, uncache
+from tests.reading.disk import MIB, PAGE, disk_bytes, disk_folder, held, memory, uncache, warm
 from tests.reading.making import make_file
 
 SIZE = MIB + 1000
@@ -96,6 +96,20 @@ def test_what_is_cached_is_told_and_forgotten_on_request(place: Place) -> None:
     assert (file.cached_bytes(0, SIZE) or 0) > 0
     file.drop_cached(0, 0)  # to the end of the file, as the system understands it
     assert file.cached_bytes(0, SIZE) == 0
+    file.close()
+
+
+def test_what_is_cached_is_read_without_the_disk_and_nothing_else_is(place: Place) -> None:
+    file = place.storage.open(place.path)
+    into = memoryview(bytearray(b"\xee" * SIZE))
+    assert file.read_cached(into, 0) == 0
+    uncache(place.path)
+    warm(place.path, 4 * PAGE, SIZE)
+    before = disk_bytes()
+    assert file.read_cached(into, 4 * PAGE + 3) == SIZE - 4 * PAGE - 3
+    assert disk_bytes() == before
+    assert into[: SIZE - 4 * PAGE - 3] == place.content[4 * PAGE + 3 :]
+    assert set(into[SIZE - 4 * PAGE - 3 :]) == {0xEE}
     file.close()
 
 

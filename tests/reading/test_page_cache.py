@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from loader_service.reading import page_cache
-from loader_service.reading.page_cache import cached_bytes
+from loader_service.reading.page_cache import cached_bytes, copy_cached
 from tests.reading.disk import MIB, PAGE, disk_folder, uncache, warm
 from tests.reading.making import make_file
 
@@ -126,6 +126,49 @@ def test_a_library_without_the_flag_for_probes_leaves_it_unknown(
 
 def test_a_descriptor_that_is_none_is_unknown_and_no_error() -> None:
     assert cached_bytes(-1, 0, MIB) is None
+
+
+# -- copying what is held
+
+
+@pytest.mark.parametrize(
+    ("warmed", "offset", "expected"),
+    [
+        pytest.param((), 0, 0, id="nothing"),
+        pytest.param(((0, MIB + 100),), 0, MIB + 100, id="all, to the file's end"),
+        pytest.param(((0, MIB + 100),), 777, MIB + 100 - 777, id="all, from within a page"),
+        pytest.param(((0, 16 * PAGE),), 5, 16 * PAGE - 5, id="the beginning"),
+        pytest.param(((16 * PAGE, MIB),), 0, 0, id="all but the beginning"),
+        pytest.param(((0, 8 * PAGE), (16 * PAGE, MIB)), 0, 8 * PAGE, id="a gap"),
+    ],
+)
+def test_what_is_held_is_copied_up_to_the_first_gap(
+    file: tuple[str, int], warmed: tuple[tuple[int, int], ...], offset: int, expected: int
+) -> None:
+    path, descriptor = file
+    for start, stop in warmed:
+        warm(path, start, stop)
+    into = bytearray(b"\xee" * (MIB + 200))
+    assert copy_cached(descriptor, memoryview(into), offset) == expected
+    assert into[:expected] == Path(path).read_bytes()[offset : offset + expected]
+    assert set(into[expected:]) == {0xEE}
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO])
+def test_what_cannot_be_copied_at_once_is_none(
+    file: tuple[str, int], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("loader_service.reading.page_cache.os.preadv", refuse)
+    assert copy_cached(file[1], memoryview(bytearray(PAGE)), 0) == 0
+
+
+def test_a_library_without_the_flag_copies_nothing(file: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    warm(file[0], 0, MIB)
+    monkeypatch.delattr("loader_service.reading.page_cache.os.RWF_NOWAIT")
+    assert copy_cached(file[1], memoryview(bytearray(PAGE)), 0) == 0
 
 
 _AS_NOBODY = """

@@ -235,6 +235,42 @@ def test_other_errors_are_final_at_once_and_typed(
     assert fake._faults[0].seen == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "planned", "advice"),
+    [
+        (errno.ENOENT, True, "was there when the load was planned: put it back or point checkpoint.path elsewhere"),
+        (errno.ENOENT, False, "[)] while reading .*; check the path$"),
+        (errno.EMFILE, False, "ulimit -n"),
+        (errno.EFAULT, False, "the destination's memory cannot be written to"),
+    ],
+)
+def test_an_error_says_what_to_do(tmp_path: Path, code: int, planned: bool, advice: str) -> None:
+    path, _ = make_file(tmp_path, 100)
+    fake, handles = fake_and_handles()
+    fake.fail(path, code)
+    expected = fake.identify(path) if planned else None
+    with pytest.raises(LoaderError, match=advice) as caught:
+        read_fully(handles, path, expected, 3, [memoryview(bytearray(9))], retries=0)
+    handles.close()
+    assert isinstance(caught.value, DestinationError) == (code == errno.EFAULT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("pipe", r"not a regular file \(EINVAL\) while reading .*; give the path of a regular file"),
+        ("folder", r"Is a directory \(EISDIR\) while reading .*; give the path of a file"),
+    ],
+)
+def test_what_is_no_file_is_called_so(tmp_path: Path, kind: str, words: str) -> None:
+    path = tmp_path / kind
+    (os.mkfifo if kind == "pipe" else os.mkdir)(path)
+    _, handles = fake_and_handles()
+    with pytest.raises(ReadError, match=words):
+        read_fully(handles, str(path), None, 0, [memoryview(bytearray(9))], retries=0)
+    handles.close()
+
+
 def test_a_file_that_ends_early_but_is_the_planned_one_is_an_end_of_file_error(tmp_path: Path) -> None:
     path, content = make_file(tmp_path, 100)
     fake, handles = fake_and_handles()

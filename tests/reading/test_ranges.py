@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader_service.errors import CheckpointError, EndOfFileError, ReadError
+from loader_service.errors import CheckpointError, DestinationError, EndOfFileError, ReadError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.reading.fake import FakeStorage, Operation
 from loader_service.reading.handles import HandleCache
@@ -173,6 +175,33 @@ def test_an_edge_that_comes_in_parts_is_read_through_the_cache(disk: Disk, most:
     assert (statistics.direct_bytes, statistics.bounced_bytes, statistics.buffered_bytes) == (0, 0, 600)
 
 
+class _ReadOnly:
+    """Two pages that nobody may write to, and an array over them that does not know it."""
+
+    def __init__(self) -> None:
+        self.pages = mmap.mmap(-1, 2 * PAGE, prot=mmap.PROT_READ)
+        address = np.frombuffer(self.pages, np.uint8).ctypes.data
+        self.__array_interface__ = {"data": (address, False), "shape": (2 * PAGE,), "typestr": "|u1", "version": 3}
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes"),
+    [
+        pytest.param(100, 50, id="an edge alone"),
+        pytest.param(0, 2 * PAGE, id="whole blocks"),
+        pytest.param(0, PAGE + 5, id="a block and an edge"),
+        pytest.param(1, 50, id="memory that is not congruent"),
+    ],
+)
+def test_memory_that_cannot_be_written_to_is_an_error_and_no_crash(disk: Disk, start: int, nbytes: int) -> None:
+    whole = np.asarray(_ReadOnly())
+    view = whole[start - start % 2 : start - start % 2 + nbytes].data
+    assert not view.readonly
+    with pytest.raises(DestinationError, match="the destination's memory cannot be written to") as caught:
+        disk.reader().read(FileRange(disk.path, None, start, "t"), view)
+    assert (caught.value.path, caught.value.tensor, caught.value.errno) == (disk.path, "t", errno.EFAULT)
+
+
 def test_nothing_wanted_touches_nothing(disk: Disk) -> None:
     reader = disk.reader(drop="everything")
     reader.read(FileRange("/nowhere", None, 5), memoryview(bytearray()))
@@ -276,8 +305,58 @@ def test_what_is_cached_is_copied_and_costs_the_disk_nothing(disk: Disk) -> None
     disk.read(reader, 100, 3 * MIB)
     assert disk_bytes() == before
     assert reader.statistics == RangeStatistics(cached_bytes=3 * MIB)
-    assert "3145728 bytes copied from the page cache" in reader.outcome.reason
+    assert "3.00 MiB copied from the page cache" in reader.outcome.reason
     assert disk.direct_reads() == []
+
+
+def test_what_is_cached_whole_is_not_counted_before(disk: Disk) -> None:
+    looks = []
+
+    def held_whole(offset: int, nbytes: int) -> int:
+        looks.append((offset, nbytes))
+        return nbytes
+
+    disk.fake.cache(disk.path, held_whole)
+    reader = disk.reader(drop="what it brought in")
+    disk.read(reader, 100, 3 * MIB)
+    assert looks == [(100, 1), (3 * MIB + 99, 1), (100, 3 * MIB)], "both ends; the last is the copying itself"
+    assert disk.other_reads() == [(100, 3 * MIB)]
+    assert reader.statistics == RangeStatistics(cached_bytes=3 * MIB)
+    assert disk.fake.drops == []
+
+
+@pytest.mark.parametrize("gap_at", [MIB, MIB + PAGE, 3 * MIB - PAGE])
+def test_a_gap_between_cached_ends_is_read_from_there_on_as_it_is_cached(disk: Disk, gap_at: int) -> None:
+    def held_to_the_gap(offset: int, nbytes: int) -> int:
+        return 1 if nbytes == 1 else min(nbytes, max(0, gap_at - offset))
+
+    disk.fake.cache(disk.path, held_to_the_gap)
+    reader = disk.reader()
+    disk.read(reader, 0, 4 * MIB)
+    assert reader.statistics == RangeStatistics(cached_bytes=gap_at, direct_bytes=4 * MIB - gap_at)
+    assert disk.direct_reads() == [(gap_at, 4 * MIB - gap_at)]
+
+
+def test_a_real_gap_between_cached_ends_is_filled(disk: Disk) -> None:
+    warm(disk.path, 0, MIB)
+    warm(disk.path, 3 * MIB, 4 * MIB)
+    reader = disk.reader()
+    disk.read(reader, 0, 4 * MIB)
+    done = reader.statistics
+    assert done.cached_bytes >= 2 * MIB
+    assert done.cached_bytes + done.direct_bytes == 4 * MIB
+
+
+def test_copying_that_fails_is_left_to_the_read_which_says_what_is_wrong(disk: Disk) -> None:
+    disk.fake.cache(disk.path, lambda offset, nbytes: nbytes)
+    disk.fake.fail(disk.path, errno.EIO)
+    reader = disk.reader()
+    disk.read(reader, 0, MIB)
+    assert reader.statistics == RangeStatistics(cached_bytes=MIB)
+    disk.fake.fail(disk.path, errno.EIO, times=None)
+    with pytest.raises(ReadError) as caught:
+        disk.read(reader, 0, MIB)
+    assert caught.value.errno == errno.EIO
 
 
 def test_of_a_range_that_is_cached_in_part_each_mib_goes_its_way_and_nothing_is_read_twice(disk: Disk) -> None:
@@ -325,6 +404,7 @@ def test_where_nobody_knows_what_is_cached_files_are_read_through_the_cache(
     for start in (0, MIB, 2 * MIB):
         disk.read(reader, start, MIB)
     assert disk.direct_reads() == []
+    assert len(disk.other_reads()) == 3
     why = "the file system does not tell what is cached"
     assert reader.statistics == RangeStatistics(buffered_bytes=3 * MIB, refused={disk.path: why})
     assert told() == [f"{disk.path} is read through the page cache: {why}"]
@@ -493,7 +573,12 @@ def test_a_file_that_is_missing_is_a_typed_error(disk: Disk) -> None:
     ("requested", "done", "effective", "reason"),
     [
         ("direct", RangeStatistics(), "direct", "nothing was read"),
-        ("auto", RangeStatistics(direct_bytes=10, bounced_bytes=3), "direct", "10 bytes past the page cache (3 copied"),
+        (
+            "auto",
+            RangeStatistics(direct_bytes=10, bounced_bytes=3),
+            "direct",
+            "10 bytes past the page cache (3 bytes copied over)",
+        ),
         ("auto", RangeStatistics(cached_bytes=4), "buffered", "4 bytes copied from the page cache"),
         ("direct", RangeStatistics(buffered_bytes=4, refused={"/a": "EINVAL"}), "buffered", "/a: EINVAL"),
         ("auto", RangeStatistics(buffered_bytes=4, refused={"/a": "x", "/b": "y"}), "buffered", "/a and 1 more files"),

@@ -159,6 +159,51 @@ def test_nothing_of_finished_work_is_kept_while_a_thread_is_idle(pool: ReadPool,
         gc.enable()
 
 
+def test_whoever_hears_of_the_end_of_work_holds_the_last_reference_to_what_it_was_given(pool: ReadPool) -> None:
+    """The thread gets no further than that it has told."""
+
+    class Buffer:
+        pass
+
+    def fail(_: Buffer) -> None:
+        raise ValueError
+
+    gc.disable()
+    try:
+        for work in (id, fail):
+            go = threading.Event()
+            buffer = Buffer()
+            gone = weakref.ref(buffer)
+            future = pool.submit(work, buffer, on_done=lambda _, go=go: go.wait(PATIENCE_S))  # type: ignore[misc]
+            wait([future], PATIENCE_S)
+            del buffer
+            assert gone() is None
+            go.set()
+    finally:
+        gc.enable()
+
+
+def test_work_that_is_cancelled_just_as_a_thread_takes_it_is_let_go(pool: ReadPool) -> None:
+    class Buffer:
+        pass
+
+    gc.disable()
+    try:
+        (stop, other) = occupy(pool)
+        buffer = Buffer()
+        gone = weakref.ref(buffer)
+        future = pool.submit(id, buffer)
+        with future._condition:  # as `cancel` does, before it tells the pool
+            future._state = "CANCELLED"
+        stop.go.set()
+        assert _comes_true(lambda: len(pool._idle) == 1)
+        del buffer, future
+        assert gone() is None
+        other.go.set()
+    finally:
+        gc.enable()
+
+
 def _comes_true(condition: object) -> bool:
     """Whether it does while other threads get to run; each turn lets them."""
     assert callable(condition)

@@ -130,6 +130,38 @@ def test_a_sparse_tensor_is_refused(tmp_path: Path, workshop: Callable[..., Work
         table.over(workshop().reader).read_rows_into(torch.zeros(5, 4).to_sparse(), 0)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(2, 4)]), "is nested"),
+        (lambda: torch.quantize_per_tensor(torch.zeros(5, 4), 1.0, 0, torch.quint8), "is quantized"),
+    ],
+    ids=["nested", "quantized"],
+)
+def test_what_is_no_plain_tensor_is_refused(
+    tmp_path: Path, workshop: Callable[..., Workshop], make: Callable[[], torch.Tensor], problem: str
+) -> None:
+    table = make_table(tmp_path, (5, 4), torch.float32)
+    with pytest.raises(DestinationError, match=f"the destination {problem}"):
+        table.over(workshop().reader).read_rows_into(make(), 0)
+
+
+@pytest.mark.parametrize("rows", [2, 0])
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_a_tensor_within_a_transform_is_refused(
+    tmp_path: Path, workshop: Callable[..., Workshop], transform: str, rows: int
+) -> None:
+    source = make_table(tmp_path, (5, 4), torch.float32).over(workshop().reader)
+
+    def fill(dst: torch.Tensor) -> torch.Tensor:
+        source.read_rows_into(dst, 0)
+        return dst.sum()
+
+    with pytest.raises(DestinationError, match=r"no memory of its own \(within torch\.vmap, torch\.func\.grad"):
+        getattr(torch.func, transform)(fill)(torch.zeros(*((3,) if transform == "vmap" else ()), rows, 4))
+
+
 def with_gradient(table: Table) -> torch.Tensor:
     return torch.nn.Parameter(torch.zeros(4, 6), requires_grad=True)
 

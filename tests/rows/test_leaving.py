@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loader_service.errors import LoadCancelledError, LoaderError, ReadError, StateError
+from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitError, ReadError, StateError
 from loader_service.memory.allocators import allocate_host
 from loader_service.reading import chunked
 from loader_service.reading.fake import Gate
@@ -78,7 +78,7 @@ def test_the_error_comes_only_when_no_other_chunk_is_being_written(table: Table,
     dst = empty_rows(table, 100)
     reader = Reader(table.over(one.reader), dst)
     assert gate.reached.wait(PATIENCE_S)
-    until(lambda: one.fake._faults[1].seen == 1 and one.pool._idle == 1 and one.queued == 0)
+    until(lambda: one.fake._faults[1].seen == 1 and len(one.pool._idle) == 1 and one.queued == 0)
     assert reader.is_alive()
     assert one.fake.in_flight == 1
     gate.release()
@@ -95,12 +95,11 @@ def test_no_chunk_is_queued_any_more_once_one_has_failed(
     one.fake.fail("*", errno.EACCES)
     submit, calls = one.pool.submit, []
 
-    def submit_when_idle(*args: object, **options: object) -> object:
-        until(lambda: not one.pool._queue and one.pool._idle == len(one.pool._workers))
+    def count(*args: object, **options: object) -> object:
         calls.append(options["label"])
         return submit(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(one.pool, "submit", submit_when_idle)
+    monkeypatch.setattr(one.pool, "submit", count)
     with pytest.raises(ReadError):
         table.over(one.reader).read_rows_into(empty_rows(table, 100), 0)
     assert len(calls) == 2
@@ -114,7 +113,7 @@ def test_the_first_error_is_told_and_a_later_one_is_not(table: Table, workshop: 
     one.fake.fail("*", errno.EACCES, within=(223, 224))
     reader = Reader(table.over(one.reader), empty_rows(table, 100))
     assert gate.reached.wait(PATIENCE_S)
-    until(lambda: one.fake._faults[2].seen == 1 and one.pool._idle == 1 and one.queued == 0)
+    until(lambda: one.fake._faults[2].seen == 1 and len(one.pool._idle) == 1 and one.queued == 0)
     gate.release()
     error = reader.end()
     assert isinstance(error, ReadError)
@@ -129,7 +128,7 @@ def test_another_source_goes_on_when_one_fails(table: Table, tmp_path: Path, wor
     failing = Reader(table.over(one.reader), empty_rows(table, 100))
     assert gate.reached.wait(PATIENCE_S)
     going_on = Reader(other.over(one.reader), empty_rows(other, 100))
-    until(lambda: one.queued == 3)
+    until(lambda: one.queued == 2)
     gate.release()
     assert isinstance(failing.end(), ReadError)
     assert going_on.end() is None
@@ -187,9 +186,9 @@ async def test_cancelling_one_leaves_the_others_on_other_loops_alone(table: Tabl
     dst = empty_rows(table, 100)
     other = threading.Thread(target=lambda: asyncio.run(source.aread_rows_into(dst, 0)), daemon=True)
     other.start()
-    await asyncio.to_thread(until, lambda: one.queued == 3)
-    task.cancel()
     await asyncio.to_thread(until, lambda: one.queued == 2)
+    task.cancel()
+    await asyncio.to_thread(until, lambda: one.queued == 1)
     gate.release()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -230,11 +229,11 @@ def test_a_reading_that_was_cancelled_never_counts_as_complete(table: Table, wor
     assert gate.reached.wait(PATIENCE_S)
     reading.cancel()
     gate.release()
-    with pytest.raises(LoadCancelledError, match="not all was read of tensor 'table': the reading was cancelled"):
-        reading.wait()
+    until(lambda: reading.done_bytes == 100 and one.fake.in_flight == 0)
+    for look in (reading.raise_error, reading.raise_error, reading.wait):
+        with pytest.raises(LoadCancelledError, match="not all was read of tensor 'table': the reading was cancelled"):
+            look()
     assert reading.done_bytes == 100
-    with pytest.raises(LoadCancelledError):
-        reading.raise_error()
 
 
 async def test_whoever_looks_at_a_reading_sees_how_far_it_is(table: Table, workshop: Make) -> None:
@@ -266,21 +265,20 @@ def test_closing_under_a_read_fails_it_and_never_leaves_a_part_unread_in_silence
     gate.release()
     error = reader.end()
     assert isinstance(error, StateError)
-    assert "its source was closed meanwhile" in str(error)
+    assert "its source, or the service it is of, was closed" in str(error)
     assert untouched(reader.dst[10:])
 
 
 def test_what_goes_wrong_with_queueing_is_told_once_nothing_is_written_any_more(
     table: Table, workshop: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = workshop(threads=1, chunk_bytes=100)
-    gate = one.fake.block("*")
+    one = workshop(threads=2, chunk_bytes=100)
+    gate = one.fake.block("*", within=(123, 124))
     submit, calls = one.pool.submit, iter(range(100))
 
     def fail_later(*args: object, **options: object) -> object:
-        if next(calls) == 1:
-            assert gate.reached.wait(PATIENCE_S)
-            raise StateError("stopped")
+        if next(calls) == 4:  # four are queued before any has been read
+            raise MemoryLimitError("no more")
         return submit(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(one.pool, "submit", fail_later)
@@ -290,9 +288,19 @@ def test_what_goes_wrong_with_queueing_is_told_once_nothing_is_written_any_more(
     assert reader.is_alive()
     gate.release()
     error = reader.end()
-    assert isinstance(error, StateError)
-    assert str(error) == "stopped"
-    assert len(one.fake.reads) == 1
+    assert isinstance(error, MemoryLimitError)
+    assert str(error) == "no more"
+    assert len(one.fake.reads) == 2
+
+
+def test_a_source_that_was_closed_says_so_and_names_its_file(table: Table) -> None:
+    source = table.alone()
+    source.close()
+    for rows in (0, 5):
+        with pytest.raises(StateError, match=r"nothing was read of the table: its source.* was closed") as caught:
+            source.read_rows_into(empty_rows(table, rows), 0)
+        assert caught.value.path == table.path
+        assert table.path in str(caught.value)
 
 
 def test_closing_what_shares_a_reader_leaves_it_to_the_others(table: Table, workshop: Make) -> None:

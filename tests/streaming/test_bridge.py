@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from loader_service import bridge
 from loader_service.bridge import Channel, ChannelClosed, ServiceLoop
-from loader_service.errors import StateError
+from loader_service.errors import MemoryLimitError, StateError
 
 
 @pytest.fixture
@@ -23,6 +26,15 @@ def loop() -> Iterator[ServiceLoop]:
 
 class Oops(Exception):
     pass
+
+
+def test_no_descriptors_for_a_loop_are_an_error_that_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> asyncio.AbstractEventLoop:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(bridge, "_new_event_loop", refuse)
+    with pytest.raises(MemoryLimitError, match=r"loop cannot be had \(Too many open files\).*ulimit -n"):
+        ServiceLoop()
 
 
 async def test_results_and_errors_come_back(loop: ServiceLoop) -> None:

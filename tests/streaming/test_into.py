@@ -138,6 +138,14 @@ async def test_a_wrong_destination_is_refused_before_a_byte_moves(
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+async def test_a_nested_destination_is_refused(checkpoint: Checkpoint) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 700), torch.zeros(637, 700)])
+    async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
+        with pytest.raises(ls.DestinationError, match=r"'big\.weight': is nested"):
+            await load.into({"big.weight": nested})
+
+
 async def test_destinations_that_are_no_mapping_are_refused(checkpoint: Checkpoint) -> None:
     async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
         for wrong in (None, [torch.zeros(1)]):
