@@ -56,9 +56,9 @@ DIRECT, THROUGH = "ring_direct", "ring_buffered"
 LABELS = {
     OURS: "host_table, per_rank",
     SHARED: "host_table, shared",
-    MAPPED: "(a) memory-mapped copy",
+    MAPPED: "(a) memory-mapped copy, huge pages",
     MAPPED_TORCH: "(a) into torch.empty",
-    HUGE: "(b) 8 threads, preadv",
+    HUGE: "(b) 8 threads, preadv, huge pages",
     TORCH: "(b) into torch.empty",
     DIRECT: "(d) limit: O_DIRECT rings",
     THROUGH: "limit: buffered rings",
@@ -186,28 +186,44 @@ def run_rounds(all_series: Sequence[Series], table: Table, rounds: int, *, seed:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A ratio of medians that has to be reached."""
+    """A ratio of medians that has to be reached; `least` None: one that is told and need not reach anything. `most` is
+    the ratio that the disk's limit itself has."""
 
     text: str
     ratio: float
-    least: float
+    least: float | None
+    most: float | None = None
 
     @property
     def met(self) -> bool:
-        return self.ratio >= self.least
+        return self.least is None or self.ratio >= self.least
 
     def __str__(self) -> str:
-        return f"{self.text}: {self.ratio:.2f}, target {self.least:g} ({'met' if self.met else 'MISSED'})"
+        verdict = "no target" if self.least is None else f"target {self.least:g} ({'met' if self.met else 'MISSED'})"
+        limit = f"; the disk's limit: {self.most:.2f}" if self.most is not None else ""
+        return f"{self.text}: {self.ratio:.2f}, {verdict}{limit}"
+
+
+# The target for (a) was set where all destinations lie on huge pages. The system that (a) is from has ordinary memory:
+# that ratio is told beside it.
+COLD_TARGETS = (
+    (DIRECT, "of (d), the limit", 0.93),
+    (HUGE, "times (b) into huge pages", 1.2),
+    (MAPPED, "times (a) into huge pages", 1.8),
+    (MAPPED_TORCH, "times (a) into torch.empty", None),
+)
 
 
 def targets_of(all_series: Sequence[Series]) -> list[Target]:
     """Those whose sides were measured: cold with 4 ranks, warm with any number."""
     speed = {(each.cache, each.ranks, each.side): each.speed for each in all_series}
     found = []
-    for other, least in ((DIRECT, 0.93), (HUGE, 1.2), (MAPPED, 1.8)):
-        mine, its = speed.get(("cold", 4, OURS)), speed.get(("cold", 4, other))
+    mine, limit = speed.get(("cold", 4, OURS)), speed.get(("cold", 4, DIRECT))
+    for other, text, least in COLD_TARGETS:
+        its = speed.get(("cold", 4, other))
         if mine is not None and its is not None:
-            found.append(Target(f"cold, 4 ranks, of {LABELS[other]}", mine / its, least))
+            most = limit / its if limit is not None and other != DIRECT else None
+            found.append(Target(f"cold, 4 ranks, {text}", mine / its, least, most))
     for ranks in sorted({each.ranks for each in all_series}):
         mine = speed.get(("warm", ranks, OURS))
         others = [
@@ -216,7 +232,7 @@ def targets_of(all_series: Sequence[Series]) -> list[Target]:
             if (value := speed.get(("warm", ranks, other))) is not None
         ]
         if mine is not None and others:
-            found.append(Target(f"warm, {ranks} ranks, of the better of (a) and (b)", mine / max(others), 1.0))
+            found.append(Target(f"warm, {ranks} ranks, times the best of (a) and (b)", mine / max(others), 1.0))
     return found
 
 

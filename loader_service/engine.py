@@ -40,6 +40,7 @@ RowReaderT = TypeVar("RowReaderT", bound=RowReader)
 
 AUTO_THREADS = 4  # about four reads in flight a process reach what one disk gives; more only adds contention
 HEADER_THREADS = 8  # headers are small and latency-bound
+SERVICE_CLOSED = "the service was closed"
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 
 
@@ -117,7 +118,7 @@ class Engine:
         try:
             if tables := tuple(self.table_tasks):
                 for task in tables:
-                    task.cancel("the service was closed")
+                    task.cancel(SERVICE_CLOSED)
                 await asyncio.wait(tables)
             if self.open_load is not None:
                 await self.open_load.leave(error)
@@ -158,6 +159,7 @@ class Engine:
         """
         future = self._workers.submit(work)
         waiting = asyncio.wrap_future(future)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also if nobody waits then
         limit_s = self.config.reads.stuck_after_s
         if progress is None:
             progress = self._files_opened

@@ -6,12 +6,17 @@ Every error names what happened, where (rank, phase, path, tensor, errno) and wh
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar, TypeVar, cast
 
 T = TypeVar("T")
+
+_MAY_WAIT = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 MAX_TEXT_CHARS = 64 << 10  # of what an exception says; what travels to other ranks is cut further
 
@@ -199,6 +204,23 @@ def text_of(error: BaseException) -> str:
 def name_of(error: BaseException) -> str:
     """The name of an exception's class. Never raises."""
     return _got(lambda: _plain(type(error).__name__)) or BaseException.__name__
+
+
+def clear_frames(error: BaseException) -> None:
+    """Empties the frames that an error, and what it came of, was raised through: whoever keeps the error would else
+    keep what they refer to. Those that still run stay, and so do coroutines, which may only wait. Never raises."""
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        one = following.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        following += [one.__cause__, one.__context__]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if not frame.f_code.co_flags & _MAY_WAIT:
+                with contextlib.suppress(RuntimeError):
+                    frame.clear()
 
 
 def record_of(error: BaseException, *, rank: int | None = None, phase: str | None = None) -> FailureRecord:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 
 from loader_service.engine import Engine
-from loader_service.errors import LoaderError
+from loader_service.errors import LoaderError, StateError
 from loader_service.memory.tensors import torch_dtype
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.tables import TablePart
@@ -36,15 +37,25 @@ class LoadRowReader(RowReader):
         self._lock = threading.Lock()
         self._readings: weakref.WeakSet[Reading] = weakref.WeakSet()
         self._failure: BaseException | None = None
+        self._process = os.getpid()
+        self.on_progress: Callable[[], None] | None = None  # called on reading threads, until the load is left
 
-    def begin(self, where: FileRange, view: memoryview) -> Reading:
-        reading = super().begin(where, view)
+    def reading(self, where: FileRange, view: memoryview) -> Reading:
+        if self._process != os.getpid():
+            text = f"{where.path}: nothing was read of {where.of_what}: its service was opened before a fork"
+            raise StateError(f"{text}: open one in each process", path=where.path, tensor=where.tensor)
+        reading = super().reading(where, view)
         with self._lock:
             self._readings.add(reading)
             failure = self._failure
         if failure is not None:
             reading.fail(failure)
         return reading
+
+    def _read(self, where: FileRange, view: memoryview) -> None:
+        super()._read(where, view)
+        if (tell := self.on_progress) is not None:
+            tell()
 
     def fail(self, error: BaseException) -> None:
         """Ends all reads, also those begun before the load is left. Who began one waits for what runs of it."""
@@ -57,14 +68,19 @@ class LoadRowReader(RowReader):
     def resume(self) -> None:
         """The load was left: from now on sources are used for themselves."""
         with self._lock:
-            self._failure = None
+            self._failure = self.on_progress = None
             self._readings.clear()
 
 
 class Tables:
-    """This rank's tables of one load. `sources` by name, in plan order; they outlive the load, not the service."""
+    """This rank's tables of one load. `sources` by name, in plan order; they outlive the load, not the service.
 
-    def __init__(self, engine: Engine, plan: LoadPlan, rank_plan: RankPlan) -> None:
+    `on_progress` is called on reading threads when rows have come, until the load is left.
+    """
+
+    def __init__(
+        self, engine: Engine, plan: LoadPlan, rank_plan: RankPlan, on_progress: Callable[[], None] | None = None
+    ) -> None:
         sources: dict[str, RowSource] = {}
         self.sources = MappingProxyType(sources)
         self._places: list[tuple[int, str]] = []
@@ -75,6 +91,8 @@ class Tables:
             layout: engine.row_reader(LoadRowReader, may_drop=may_drop[layout])
             for layout in dict.fromkeys(part.layout for _, part in parts)
         }
+        for reader in self._readers.values():
+            reader.on_progress = on_progress
         for before, (i, part) in enumerate(parts):
             dtype = torch_dtype(part.dtype_code)
             if dtype is None:

@@ -24,20 +24,21 @@ from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, me
 from loader_service.agreement.protocol import SUSPECT_S
 from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
-from loader_service.engine import Engine
-from loader_service.errors import ConfigError, LoaderError, MemoryLimitError
-from loader_service.memory.admission import Demand, refusal
+from loader_service.engine import SERVICE_CLOSED, Engine
+from loader_service.errors import ConfigError, LoaderError, MemoryLimitError, StateError, clear_frames
+from loader_service.memory.admission import Supply, refusal
 from loader_service.memory.allocators import PAGE_BYTES, HostBuffer, allocate_host
 from loader_service.memory.pinning import PinPolicy
 from loader_service.memory.shared import SharedMemory
-from loader_service.memory.tensors import tensor_view, torch_dtype
+from loader_service.memory.tensors import empty_tensor, tensor_view, torch_dtype
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.rules import Layout
-from loader_service.planning.tables import Rows, TablePart, shares
+from loader_service.planning.tables import Rows, TablePart, filled_by, shares
 from loader_service.reading.ranges import FileRange
 from loader_service.report import PolicyOutcome
 from loader_service.rows import Reading, RowReader
+from loader_service.sizes import format_size
 from loader_service.sources import held_alone
 
 log = logging.getLogger("loader_service.tables")
@@ -100,10 +101,8 @@ class TableRun:
         except BaseException as error:
             self._task = None  # this rank's own FAIL brings a verdict, too
             await uninterrupted(self._fail(error))
-            final = self._session.final if self._session is not None else None
-            if isinstance(error, asyncio.CancelledError) and final is not None and error.args == (_FINAL,):
-                failure = error_of(final)
-                raise failure from failure.__cause__
+            if isinstance(error, asyncio.CancelledError):
+                self._raise_meant(error)
             raise
         finally:
             engine.table_tasks.discard(task)
@@ -111,6 +110,15 @@ class TableRun:
             self._task = self._buffer = None
             self._readings.clear()
         return table
+
+    def _raise_meant(self, cancelled: asyncio.CancelledError) -> None:
+        """Raises what this task was cancelled for, unless its caller has cancelled it, who gets that."""
+        final = self._session.final if self._session is not None else None
+        if final is not None and cancelled.args == (_FINAL,):
+            failure = error_of(final)
+            raise failure from failure.__cause__
+        if cancelled.args == (SERVICE_CLOSED,):
+            raise StateError(f"{SERVICE_CLOSED} before host table '{self._name}' was filled", tensor=self._name)
 
     def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
         self._stopped.set()
@@ -151,11 +159,11 @@ class TableRun:
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
             await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
-        agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._demand(part))
+        agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._supply())
         self._phase = Phase.OPEN
         if part is None:
             raise self._no_table()
-        hosts = self._check([cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
+        hosts = self._admit(plan, [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
         engine.size_threads(met.counts.get("node", {}))
         ranges = await self._allocate(session, plan, part, hosts)
         await session.exchange(Phase.OPEN, PhaseRecord())
@@ -169,7 +177,7 @@ class TableRun:
         pinned = await engine.in_thread(lambda: self._pin(pin), what="pinning a table")
         dtype = _dtype(part)
         await session.exchange(Phase.FINISH, PhaseRecord())
-        tensor = _tensor(part, dtype, self._memory_of_table())
+        tensor = _tensor(part, dtype, self._memory_of_table(), plan.catalog.shards[part.shard_id].path)
         return HostTable(tensor, part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
 
     # Before anything is read
@@ -192,26 +200,28 @@ class TableRun:
         wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
         self._group = self._door.meet(cards, self._stopped.is_set, wait_s)
 
-    async def _demand(self, part: TablePart) -> JSON:
-        """What this rank is about to allocate; the host's is the whole table of its group."""
+    async def _supply(self) -> JSON:
+        """What all ranks must know of this one to admit the table: whose memory it uses, and what is free to it."""
         engine = self._engine
-        host = engine.group.rank if self._group is None else self._group.host
-        wanted = (part.rows[1] - part.rows[0]) * part.row_bytes
-        if part.layout == "shared":
-            wanted = part.nbytes if host == engine.group.rank else 0
         rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
-        demand = Demand(engine.group.rank, engine.node, wanted, rooms, engine.config.memory.reserve_bytes)
-        return {"host": host, "demand": cast(JSON, demand.as_json())}
+        supply = Supply(engine.group.rank, engine.node, rooms, engine.config.memory.reserve_bytes)
+        host = engine.group.rank if self._group is None else self._group.host
+        return {"host": host, "supply": cast(JSON, supply.as_json())}
 
-    def _check(self, told: Sequence[Mapping[str, object]]) -> list[int]:
-        """Each rank's host. Raises MemoryLimitError, on every rank, if any rank's memory cannot be had."""
-        demands = [
-            Demand.from_json(rank, cast(Mapping[str, object], facts["demand"])) for rank, facts in enumerate(told)
-        ]
-        problem = refusal(demands)
+    def _admit(self, plan: LoadPlan, told: Sequence[Mapping[str, object]]) -> list[int]:
+        """Each rank's host. Raises MemoryLimitError, on every rank, if any rank's memory cannot be had.
+
+        A rank takes the memory of what it fills, of a shared table too: its own control groups are charged with that.
+        """
+        hosts = [cast(int, facts["host"]) for facts in told]
+        supplies = [Supply.from_json(rank, facts["supply"]) for rank, facts in enumerate(told)]
+        parts = [part for rank in range(len(told)) if (part := plan.table(self._name, rank)) is not None]
+        filled = filled_by(parts, hosts)
+        wanted_bytes = [sum(stop - start for start, stop in rows) * parts[0].row_bytes for rows in filled]
+        problem = refusal(supplies, wanted_bytes)
         if problem is not None:
             raise MemoryLimitError(f"host table '{self._name}': {problem}", tensor=self._name)
-        return [cast(int, facts["host"]) for facts in told]
+        return hosts
 
     # Memory
 
@@ -233,12 +243,14 @@ class TableRun:
             for start, stop in rows:
                 memory.reserve(lead + start * part.row_bytes, lead + stop * part.row_bytes, self._stopped.is_set)
             self._buffer = memory.map()
+            log.debug("host table '%s': %s collapsed to huge pages", self._name, format_size(memory.collapsed_bytes))
 
+        session.report_progress(f"reserving shared memory of '{self._name}'")
         await engine.in_thread(
             reserve,
             what=f"reserving shared table '{self._name}'",
             on_progress=session.report_progress,  # zeroing takes its time
-            progress=lambda: f"{memory.reserved_bytes} bytes of '{self._name}' reserved",
+            progress=lambda: f"{format_size(memory.reserved_bytes)} of '{self._name}' reserved",
         )
         return rows
 
@@ -277,12 +289,14 @@ class TableRun:
     ) -> None:
         engine = self._engine
         shard = plan.catalog.shards[part.shard_id]
+        session.report_progress(f"reading rows of '{part.name}'")
         for rows in ranges:
             where = FileRange(shard.path, shard.identity, part.start + rows[0] * part.row_bytes, part.name)
             self._readings.append(reader.begin(where, self._view(part, rows)))
         for reading in self._readings:
             while not await reading.ended_within(_LOOK_EVERY_S):
-                session.report_progress(f"{sum(one.done_bytes for one in self._readings)} bytes of '{part.name}' read")
+                done = format_size(sum(one.done_bytes for one in self._readings))
+                session.report_progress(f"{done} of rows of '{part.name}' read")
                 for one in self._readings:  # the others hear of it before what still runs has come back
                     one.raise_error()
             reading.raise_error()
@@ -326,6 +340,7 @@ class TableRun:
         if telling is not None:
             with contextlib.suppress(Exception):
                 await telling
+        clear_frames(error)  # else it would keep the table's memory, if somebody keeps it
         self._failed = True
         self.attach_verdict(error)
         await self._close_node()
@@ -370,7 +385,9 @@ def _dtype(part: TablePart) -> torch.dtype:
     return dtype
 
 
-def _tensor(part: TablePart, dtype: torch.dtype, buffer: HostBuffer) -> torch.Tensor:
-    if part.layout == "shared":
-        return tensor_view(buffer.tensor, _lead(part), dtype, part.shape)
-    return tensor_view(buffer.tensor, 0, dtype, (part.rows[1] - part.rows[0], *part.shape[1:]))
+def _tensor(part: TablePart, dtype: torch.dtype, buffer: HostBuffer, path: str) -> torch.Tensor:
+    shared = part.layout == "shared"
+    shape = part.shape if shared else (part.rows[1] - part.rows[0], *part.shape[1:])
+    if 0 in shape:
+        return empty_tensor(shape, dtype, path=path, name=part.name)
+    return tensor_view(buffer.tensor, _lead(part) if shared else 0, dtype, shape)

@@ -49,6 +49,7 @@ from loader_service.agreement.protocol import (
 )
 from loader_service.errors import AgreementError, FailureRecord
 
+MOST_NAMED = 8
 _BOUNDED_WORK = (Phase.CATALOG, Phase.PLAN, Phase.OPEN)  # phases in which a rank without progress is late
 
 
@@ -191,9 +192,10 @@ class Leader:
         if self.phase is not Phase.CONFIG or not absent or waited_s < self._told_until_s:
             return []
         self._told_until_s = waited_s + WAITING_AGAIN_S
-        shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        shown = ", ".join(map(str, absent[:MOST_NAMED])) + (", ..." if len(absent) > MOST_NAMED else "")
         came = self._world_size - len(absent)
-        return [Warn(f"waiting for ranks {shown}: {came} of {self._world_size} have come after {waited_s:.0f} s")]
+        who = f"rank{'s' if len(absent) > 1 else ''} {shown}"
+        return [Warn(f"waiting for {who}: {came} of {self._world_size} have come after {waited_s:.0f} s")]
 
     def _find_late(self, asked_at_s: float) -> None:
         for rank, watch in self._lookout.watches.items():
@@ -315,7 +317,8 @@ class Leader:
             if self._finer is not None:
                 return self._disagree(self._finer.describe(bodies[0], bodies[1]))
             describe = self._describe.get(self.phase)
-            found = "their digests differ" if describe is None else describe(bodies[0], bodies[1])
+            who = (f"rank {first}", f"rank {second}")
+            found = "their digests differ" if describe is None else describe(bodies[0], bodies[1], who)
         except Exception as error:  # noqa: BLE001 - the bodies are foreign; whatever they break must not stop the FINAL
             return self._disagree(f"their digests differ; comparing them failed: {type(error).__name__}: {error}")
         if isinstance(found, Detail):
@@ -326,10 +329,27 @@ class Leader:
     def _disagree(self, difference: str) -> list[Effect]:
         assert self._request is not None
         first, second = self._request.ranks
-        parts = []
-        for rank in (first, second):
-            size = next(len(ranks) for ranks in self._groups if rank in ranks)
-            parts.append(f"{size} of {self._world_size} ranks have rank {rank}'s")
-        text = f"ranks {first} and {second} differ in {self.phase}: {difference} ({', '.join(parts)})"
+        text = f"ranks {first} and {second} differ in {self.phase}: {difference}{self._who_else(first, second)}"
         record = FailureRecord(AgreementError.__name__, text, second, self.phase)
         return self._publish(self._verdict("final", failure=Failure("disagreement", record)))
+
+    def _who_else(self, first: int, second: int) -> str:
+        """Which other ranks are like these two; nothing where there are no others."""
+        parts, left = [], self._world_size - 2
+        for rank in (first, second):
+            alike = [other for other in next(ranks for ranks in self._groups if rank in ranks) if other != rank]
+            left -= len(alike)
+            if alike:
+                parts.append(f"{_named(alike)} {'agrees' if len(alike) == 1 else 'agree'} with rank {rank}")
+        if left:
+            parts.append(f"{left} with neither")
+        return f" ({', '.join(parts)})" if parts else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ranks for people: "rank 3", "ranks 1, 2 and 5", and how many where they are many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > MOST_NAMED:
+        return f"{len(ranks)} others"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

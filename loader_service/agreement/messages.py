@@ -70,7 +70,8 @@ class Detail:
     describe: Callable[[JSON, JSON], str]
 
 
-Describe: TypeAlias = Callable[[JSON, JSON], "str | Detail"]
+Describe: TypeAlias = Callable[[JSON, JSON, tuple[str, str]], "str | Detail"]
+"""The first difference between two ranks' bodies in words; what the ranks are called there comes third."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,16 +72,18 @@ def memory_device() -> str:
 
 
 class Door:
-    """This rank's listening socket, open from before its card is shown until the group is made."""
+    """This rank's listening socket, open from before its card is shown until the group is made. Raises LoaderError
+    where no socket can be had."""
 
     def __init__(self, rank: int, node: str, memory: str) -> None:
         token = secrets.token_hex(16) if memory and hasattr(socket, "SO_PEERCRED") else ""
         self.card = Card(rank, node, memory, token)
         self._socket: socket.socket | None = None
         if token:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket.bind(_address(token))
-            self._socket.listen(1024)
+            with _sockets():
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._socket.bind(_address(token))
+                self._socket.listen(1024)
 
     def meet(self, cards: Sequence[Card], stopped: Stopped, wait_s: float = MEET_WAIT_S) -> NodeGroup:
         """Connects this rank with those that it can share memory with. Blocks, at most `wait_s`.
@@ -114,7 +116,8 @@ class Door:
                     break
                 for connection in ready:
                     if connection is self._socket:
-                        visitors.append(connection.accept()[0])
+                        with _sockets():
+                            visitors.append(connection.accept()[0])
                         continue
                     visitors.remove(connection)
                     rank = _visitor(connection, tokens)
@@ -130,7 +133,8 @@ class Door:
         return found
 
     def _knock(self, host: Card, deadline_s: float, stopped: Stopped) -> socket.socket | None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with _sockets():
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(_address(host.token))
             if _peer_user(connection) == os.geteuid():
@@ -189,6 +193,19 @@ class NodeGroup:
 
     def _host_is_gone(self) -> LoaderError:
         return LoaderError(f"rank {self.host} has left before it handed over the memory that this node shares")
+
+
+@contextlib.contextmanager
+def _sockets() -> Iterator[None]:
+    """Where sockets are made: what the system refuses is told in words."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise LoaderError(
+            f"no socket can be had to meet the ranks of this node ({why}): raise the limit of open files (ulimit -n)",
+            errno=error.errno,
+        ) from error
 
 
 def _address(token: str) -> str:

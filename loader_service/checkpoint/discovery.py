@@ -277,10 +277,17 @@ def _first_failure(failed: Sequence[tuple[FoundShard, LoaderError]], total: int)
     return joined
 
 
+_ADVICE = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the whole machine is out of file handles (fs.file-max)",
+}
+
+
 def _listing_error(path: str, error: OSError, storage: Storage) -> LoaderError:
     if error.errno == errno.ENOENT:
         return missing_error(path, storage)
-    words = f"{path}: the folder cannot be listed: {_reason(error)}; check the path, its rights and the mount"
+    advice = _ADVICE.get(error.errno or 0, "check the path, its rights and the mount")
+    words = f"{path}: the folder cannot be listed: {_reason(error)}; {advice}"
     return ReadError(words, path=path, errno=error.errno)
 
 
@@ -289,7 +296,8 @@ def _reading_error(path: str, error: OSError, storage: Storage, what: str) -> Lo
         return missing_error(path, storage)
     if error.errno in (errno.EISDIR, errno.EINVAL):
         return CheckpointError(f"{path}: is not a regular file ({_reason(error)})", path=path, errno=error.errno)
-    words = f"{path}: {what} cannot be read: {_reason(error)}; check the file's rights and the mount, then load again"
+    advice = _ADVICE.get(error.errno or 0, "check the file's rights and the mount, then load again")
+    words = f"{path}: {what} cannot be read: {_reason(error)}; {advice}"
     return ReadError(words, path=path, errno=error.errno)
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
+from loader_service.sizes import format_size
+
 RESERVE_SHARE: Final = 10
 MOST_RESERVE_BYTES: Final = 16 << 30
 _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 _MOST_DIGITS: Final = 20
-_GIB: Final = 1 << 30
 
 ROOT: Final = Path("/")
 
@@ -59,27 +60,26 @@ def reserve_of(room: Room, configured: int | Literal["auto"]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What one rank is about to take of host memory, and the rooms on its `node` that it comes from."""
+class Supply:
+    """The rooms on its `node` that one rank's host memory comes from, and how much of each is to stay free."""
 
     rank: int
     node: str
-    wanted_bytes: int
     rooms: tuple[Room, ...]
     reserve: int | Literal["auto"]
 
     def as_json(self) -> dict[str, object]:
         rooms = [[room.place, room.limit_bytes, room.free_bytes, room.identity] for room in self.rooms]
-        return {"node": self.node, "wanted": self.wanted_bytes, "rooms": rooms, "reserve": self.reserve}
+        return {"node": self.node, "rooms": rooms, "reserve": self.reserve}
 
     @classmethod
-    def from_json(cls, rank: int, told: Mapping[str, object]) -> Demand:
+    def from_json(cls, rank: int, told: object) -> Supply:
         """What another rank told. Raises ValueError for anything else."""
-        node, rooms, reserve = told.get("node"), told.get("rooms"), told.get("reserve")
+        facts: Mapping[object, object] = told if isinstance(told, Mapping) else {}
+        node, rooms, reserve = facts.get("node"), facts.get("rooms"), facts.get("reserve")
         if not (isinstance(node, str) and isinstance(rooms, list)):
             raise ValueError(f"rank {rank} told its memory in an unknown way")  # noqa: TRY004 - it is not the caller's
-        wanted_bytes = _whole(told.get("wanted"))
-        return cls(rank, node, wanted_bytes, tuple(map(_room, rooms)), "auto" if reserve == "auto" else _whole(reserve))
+        return cls(rank, node, tuple(map(_room, rooms)), "auto" if reserve == "auto" else _whole(reserve))
 
 
 def _room(told: object) -> Room:
@@ -88,40 +88,43 @@ def _room(told: object) -> Room:
     return Room(told[0], _whole(told[1]), _whole(told[2]), told[3])
 
 
-def refusal(demands: Sequence[Demand]) -> str | None:
-    """Why not all of it can be had, with figures; None if it can. Pure: every rank comes to the same answer.
+def refusal(supplies: Sequence[Supply], wanted_bytes: Sequence[int]) -> str | None:
+    """Why not all of it can be had, with figures; None if it can. `wanted_bytes`: what each rank of `supplies` takes by
+    itself. Pure: every rank comes to the same answer.
 
     What several ranks take of one room is added up, against the least that any of them found free there.
     """
-    takers: defaultdict[tuple[str, str], list[Demand]] = defaultdict(list)
+    takers: defaultdict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # each once, also of a cgroup seen twice
     tightest: dict[tuple[str, str], tuple[Room, int]] = {}
-    for demand in demands:
-        for room in demand.rooms:
-            key = (demand.node, room.key)
-            takers[key].append(demand)
-            reserve = reserve_of(room, demand.reserve)
+    for at, supply in enumerate(supplies):
+        for room in supply.rooms:
+            key = (supply.node, room.key)
+            takers[key][at] = wanted_bytes[at]
+            reserve = reserve_of(room, supply.reserve)
             if key not in tightest or room.free_bytes - reserve < tightest[key][0].free_bytes - tightest[key][1]:
                 tightest[key] = room, reserve
-    for key, ranks in takers.items():
+    for key, wanted in takers.items():
         room, reserve = tightest[key]
-        wanted_bytes = sum(demand.wanted_bytes for demand in ranks)
-        if wanted_bytes > max(room.free_bytes - reserve, 0):
-            return _in_words(wanted_bytes, [demand.rank for demand in ranks if demand.wanted_bytes], room, reserve)
+        total_bytes = sum(wanted.values())
+        if total_bytes > max(room.free_bytes - reserve, 0):
+            return _in_words(total_bytes, [supplies[at].rank for at in wanted if wanted[at]], room, reserve)
     return None
 
 
 def _in_words(wanted_bytes: int, ranks: Sequence[int], room: Room, reserve_bytes: int) -> str:
     who = f"rank {ranks[0]} wants" if len(ranks) == 1 else f"{len(ranks)} ranks (lowest: {min(ranks)}) want"
     where = "the machine" if not room.place else f"cgroup {room.place}"
+    reserve, advice = format_size(reserve_bytes), "load less on this node, raise the limit, or lower the reserve"
+    kept = f"of which {reserve} are to stay so"
+    if reserve_bytes > room.free_bytes:
+        kept = f"and {reserve} are to stay free"
+    if reserve_bytes > room.limit_bytes:
+        kept += f", more than {where} has"
+        advice = "raise the limit, or lower the reserve" if room.place else "lower the reserve"
     return (
-        f"{who} {_gib(wanted_bytes)} of host memory, but {where} has {_gib(room.free_bytes)} free of "
-        f"{_gib(room.limit_bytes)}, of which {_gib(reserve_bytes)} are to stay so (memory.reserve_bytes): load less on "
-        "this node, raise the limit, or lower the reserve"
+        f"{who} {format_size(wanted_bytes)} of host memory, but {where} has {format_size(room.free_bytes)} free of "
+        f"{format_size(room.limit_bytes)}, {kept} (memory.reserve_bytes): {advice}"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / _GIB:.2f} GiB" if nbytes >= _GIB // 100 else f"{nbytes} bytes"
 
 
 # -- reading what the kernel says -------------------------------------------------------------------------------------

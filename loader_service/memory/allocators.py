@@ -22,6 +22,7 @@ import numpy.typing as npt
 import psutil
 
 from loader_service.errors import ConfigError, MemoryLimitError
+from loader_service.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -134,15 +135,21 @@ def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
     return HostBuffer(mapping, np.asarray(mapping)[:nbytes], address)
 
 
-def collapse(address: int, nbytes: int) -> bool:
-    """Makes huge pages of memory that is there already, in place; False if the kernel will not. Blocks, 0.4 GiB/s."""
-    start = _round_up(address, HUGE_PAGE_BYTES)
-    stop = (address + nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    return start < stop and _libc().madvise(start, stop - start, _MADV_COLLAPSE) == 0
+def collapse_shared(descriptor: int, start: int, stop: int) -> int:
+    """Makes huge pages of the bytes [start, stop) of a memory file, whole ones, each of which has some memory already.
+
+    What is there is kept, what is missing becomes zeros. Blocks. Returns 0, or why not all of it could be done: EINVAL
+    where the kernel does not know how, is told not to, or has given huge pages already; else it has none just now.
+    """
+    address = _map(stop - start, stop - start, descriptor, start)
+    failed: int = _libc().madvise(address, stop - start, _MADV_COLLAPSE)
+    code = ctypes.get_errno() if failed else 0
+    _libc().munmap(address, stop - start)
+    return code
 
 
-def _map(length: int, wanted_bytes: int, descriptor: int | None = None) -> int:
-    """The address of `length` new bytes, or of those of a memory file; from 2 MiB on a multiple of 2 MiB."""
+def _map(length: int, wanted_bytes: int, descriptor: int | None = None, offset: int = 0) -> int:
+    """The address of `length` new bytes, or of a memory file's from `offset` on; from 2 MiB on a multiple of 2 MiB."""
     libc = _libc()
     huge = length >= HUGE_PAGE_BYTES
     slack = HUGE_PAGE_BYTES - PAGE_BYTES if huge else 0
@@ -153,7 +160,7 @@ def _map(length: int, wanted_bytes: int, descriptor: int | None = None) -> int:
         raise _refused(wanted_bytes, ctypes.get_errno())
     if descriptor is not None:
         address = _round_up(found, HUGE_PAGE_BYTES) if huge else found
-        if libc.mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
+        if libc.mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != address:
             code = ctypes.get_errno()
             libc.munmap(found, length + slack)
             raise _refused(wanted_bytes, code)
@@ -194,12 +201,13 @@ def _libc() -> ctypes.CDLL:
 def _refused(wanted_bytes: int, code: int) -> MemoryLimitError:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     available = psutil.virtual_memory().available
-    limits = f"{available} bytes of memory are available"
+    limits = f"{format_size(available)} of memory is available"
     if soft != resource.RLIM_INFINITY:
         used = psutil.Process().memory_info().vms
-        limits += f", {max(0, soft - used)} bytes are left of the address space limit (ulimit -v, RLIMIT_AS)"
+        limits += f", {format_size(max(0, soft - used))} is left of the address space limit (ulimit -v, RLIMIT_AS)"
     return MemoryLimitError(
-        f"{wanted_bytes} bytes of memory cannot be had ({os.strerror(code)}): {limits}; lower staging.capacity_bytes, "
-        "load less on this rank, or raise the limit (with memory to spare: vm.max_map_count or vm.overcommit_memory)",
+        f"{format_size(wanted_bytes)} of memory cannot be had ({os.strerror(code)}): {limits}; "
+        "lower staging.capacity_bytes, load less on this rank, or raise the limit (with memory to spare: "
+        "vm.max_map_count or vm.overcommit_memory)",
         errno=code,
     )

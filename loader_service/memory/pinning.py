@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, SupportsInt
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.report import PolicyOutcome
+from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ class Pinner(Protocol):
 
     The pool registers on a thread of its own: CUDA keeps the error of a refusal for that thread's next kernel.
     """
+
+    @property
+    def has_device(self) -> bool:
+        """Whether there is an accelerator at all: pageable memory is the plain way where none is."""
+        ...
 
     def available(self) -> str | None:
         """None if it can lock memory, else the reason why not. Cheap."""
@@ -49,6 +55,7 @@ class CudaPinner:
     """
 
     def __init__(self) -> None:
+        self.has_device = False
         self._device: int | None = None
         self._reason = "torch is not loaded, so no device can be in use"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
@@ -56,7 +63,9 @@ class CudaPinner:
             return
         if not cuda.is_available():
             self._reason = "torch sees no CUDA device"
-        elif not cuda.is_initialized():
+            return
+        self.has_device = True
+        if not cuda.is_initialized():
             self._reason = (
                 "CUDA was not initialised when the service was made: call torch.cuda.set_device(local_rank) before"
             )
@@ -71,7 +80,7 @@ class CudaPinner:
             code = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
         if code:
             raise MemoryLimitError(
-                f"CUDA refused to lock {nbytes} bytes of memory (cudaHostRegister returned {code}): raise the "
+                f"CUDA refused to lock {format_size(nbytes)} of memory (cudaHostRegister returned {code}): raise the "
                 "limit of locked memory (ulimit -l), or lower staging.capacity_bytes or what a host table holds"
             )
 
@@ -105,7 +114,8 @@ class FakePinner:
     `reason`: what `available` answers. `locked` are the addresses and bytes that are registered now.
     """
 
-    def __init__(self, *, refuse_from: int | None = None, reason: str | None = None) -> None:
+    def __init__(self, *, refuse_from: int | None = None, reason: str | None = None, has_device: bool = True) -> None:
+        self.has_device = has_device
         self.refuse_from = refuse_from
         self.reason = reason
         self.registrations = 0
@@ -119,7 +129,7 @@ class FakePinner:
         with self._lock:
             number, self.registrations = self.registrations, self.registrations + 1
             if self.refuse_from is not None and number >= self.refuse_from:
-                raise MemoryLimitError(f"locking {nbytes} bytes of memory was refused (registration {number})")
+                raise MemoryLimitError(f"locking {format_size(nbytes)} of memory was refused (registration {number})")
             if address in self.locked:
                 raise MemoryLimitError(f"memory at {address:#x} is locked already")
             self.locked[address] = nbytes
@@ -132,8 +142,9 @@ class FakePinner:
 class PinPolicy:
     """What `staging.pin` asks for, and whether it can (still) be done.
 
-    `auto` gives up at the first refusal, with one warning; its outcome then says why. `required` raises instead: at
-    once where nothing can be locked, else at the refused registration. Thread-safe.
+    `auto` gives up at the first refusal; its outcome then says why, and so does one warning where there is a device,
+    one line of a process where there is none. `required` raises instead: at once where nothing can be locked, else at
+    the refused registration. Thread-safe.
     """
 
     def __init__(self, requested: PinMode, pinner: Pinner | None, what: str = "staging memory") -> None:
@@ -180,5 +191,20 @@ class PinPolicy:
             raise MemoryLimitError(f"staging.pin is required, but memory cannot be locked: {reason}") from error
         with self._lock:
             first, self._reason = not self._reason, self._reason or reason
-        if first:
+        if self._pinner is None or not self._pinner.has_device:
+            _say_once(reason)
+        elif first:
             _log.warning("%s stays pageable: %s", self._what, reason)
+
+
+_said_lock = threading.Lock()
+_said: set[str] = set()
+
+
+def _say_once(reason: str) -> None:
+    """Without a device every service and every table of a process would say the same: the first one does."""
+    with _said_lock:
+        first = not _said
+        _said.add(reason)
+    if first:
+        _log.info("staging memory and host tables are pageable: %s", reason)

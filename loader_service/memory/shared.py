@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +17,10 @@ import psutil
 
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.admission import memory_rooms
-from loader_service.memory.allocators import HostBuffer, map_shared
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
+from loader_service.sizes import format_size
+
+_log = logging.getLogger(__name__)
 
 _REFUSALS = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG})
 _RESERVE_STEP_BYTES = 64 << 20
@@ -26,11 +30,14 @@ class SharedMemory:
     """A memory file of `nbytes`. What is reserved of it can be touched without failing. Owns its descriptor.
 
     What `map` gives outlives `close`, and so do the mappings of other processes that were given the descriptor.
+    `collapsed_bytes`: how much of what was reserved by this object was made huge pages by asking the kernel for them.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = descriptor
         self.nbytes = nbytes
+        self.collapsed_bytes = 0
+        self._collapses = True  # as far as is known
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
@@ -74,24 +81,44 @@ class SharedMemory:
         return os.fstat(self.descriptor).st_blocks * 512
 
     def reserve(self, start: int, stop: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Makes the bytes [start, stop) of it resident, zeroed. Ranks reserve their own parts at the same time. Blocks,
-        until `stopped`.
+        """Makes the bytes [start, stop) of it resident, zeroed, on huge pages where the kernel gives them. Ranks
+        reserve their own parts at the same time. Blocks, until `stopped`.
 
         Raises MemoryLimitError, with what is wanted and what is there. It looks first, and again every 64 MiB: the
         kernel would kill this process, or another, rather than refuse.
         """
         while start < stop and not stopped():
-            end = min(stop, start + _RESERVE_STEP_BYTES)
+            end = min(stop, (start // _RESERVE_STEP_BYTES + 1) * _RESERVE_STEP_BYTES)
             available = min((room.free_bytes for room in memory_rooms()), default=stop - start)
             if available < stop - start:
                 raise _refused(stop - start, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), available)
             try:
+                self._make_huge(start, end)
                 os.posix_fallocate(self.descriptor, start, end - start)
             except OSError as error:
                 if error.errno in _REFUSALS:
                     raise _refused(stop - start, error, available) from error
                 raise
             start = end
+
+    def _make_huge(self, start: int, stop: int) -> None:
+        """Reserves the whole huge pages within [start, stop), as far as the kernel gives any.
+
+        A memory file gets none of itself unless the system is configured so (shmem_enabled), but small pages that are
+        there may be collapsed. One in each is enough: 3 GiB by 4 ranks in 0.12 s, zeroed, where reserving them in pages
+        of 4 KiB takes 0.8, zeroing them at first touch as long again, and collapsing all of those 0.3 to 3 s more.
+        """
+        first, last = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if not self._collapses or first >= last:
+            return
+        for page in range(first, last, HUGE_PAGE_BYTES):
+            os.posix_fallocate(self.descriptor, page, 1)
+        code = collapse_shared(self.descriptor, first, last)
+        if code == 0:
+            self.collapsed_bytes += last - first
+        elif code == errno.EINVAL:  # other refusals are of the moment, and cost a few ms
+            self._collapses = False
+            _log.debug("no shared memory is collapsed: the kernel gives huge pages by itself, or none")
 
     def map(self) -> HostBuffer:
         """The memory, in this process, for as long as anything refers to it."""
@@ -106,7 +133,8 @@ class SharedMemory:
 
 def _refused(nbytes: int, error: OSError, available: int) -> MemoryLimitError:
     return MemoryLimitError(
-        f"{nbytes} bytes of shared memory cannot be had ({os.strerror(error.errno or 0)}): {available} bytes of memory "
-        "are available; use layout per_rank, load less on this node, or raise its limit",
+        f"{format_size(nbytes)} of shared memory cannot be had ({os.strerror(error.errno or 0)}): "
+        f"{format_size(available)} of memory is available; use layout per_rank, load less on this node, or raise its "
+        "limit",
         errno=error.errno,
     )

@@ -22,7 +22,7 @@ from loader_service.planning.mesh import Mesh
 from loader_service.planning.rank_plan import Block, Extent, RankPlan, files_of, make_rank_plan
 from loader_service.planning.rules import Decisions, Table, decide
 from loader_service.planning.selection import select
-from loader_service.planning.tables import TablePart, refuse_what_has_no_rows, table_part
+from loader_service.planning.tables import HostMemory, TablePart, refuse_what_has_no_rows, table_part
 
 __all__ = ["PLANNER_VERSION", "Block", "Extent", "LoadPlan", "RankPlan", "make_plan"]
 
@@ -30,8 +30,6 @@ PLANNER_VERSION: Final = 1
 """Part of every digest: raised when the same input gives another plan, so that mixed versions do not load together."""
 
 _RANKS_KEPT = 8
-
-JsonRank = dict[str, int | list[dict[str, str | list[list[int]]]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +76,7 @@ class LoadPlan:
             "catalog_digest": self.catalog.digest,
             "plan_digest": self.digest,
             "warnings": list(self.warnings),
+            "host_memory": self.host_memory.as_json(),
             "ranks": [_rank_as_json(self._ranks.get(rank) or self._make(rank)) for rank in wanted],
         }
 
@@ -107,6 +106,20 @@ class LoadPlan:
             return None
         part = self._part(position, table, rank)
         return part if self.decisions.taken(position, self.mesh, rank) else replace(part, rows=(0, 0))
+
+    def tables_of(self, rank: int) -> tuple[TablePart, ...]:
+        """The rank's parts of the host-resident tables that it takes, in plan order. Cheaper than `for_rank`."""
+        tables = sorted(self.decisions.tables.items())
+        return tuple(
+            self._part(position, table, rank)
+            for position, table in tables
+            if self.decisions.taken(position, self.mesh, rank)
+        )
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """What the load's tables take."""
+        return HostMemory.of([self.tables_of(rank) for rank in range(self.world_size)])
 
     def _tables(self, rank: int, ids: npt.NDArray[np.int64]) -> dict[int, TablePart]:
         """The rank's tables by their place in `ids`, the tensors that it takes."""
@@ -172,11 +185,12 @@ def _digest(catalog: Catalog, load: LoadConfig, mesh: Mesh, coalesce_gap_bytes: 
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _rank_as_json(plan: RankPlan) -> JsonRank:
+def _rank_as_json(plan: RankPlan) -> dict[str, object]:
     return {
         "rank": plan.rank,
         "payload_bytes": plan.payload_bytes,
         "read_bytes": plan.read_bytes,
         "reads": len(plan.extents),
         "files": [{"path": path, "ranges": ranges} for path, ranges in files_of(plan)],
+        "tables": [plan.tables[i].as_json() for i in sorted(plan.tables)],
     }

@@ -48,6 +48,42 @@ class TablePart:
         """Of the whole table."""
         return self.shape[0] * self.row_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the rank's rows."""
+        return (self.rows[1] - self.rows[0]) * self.row_bytes
+
+    def as_json(self) -> dict[str, object]:
+        return {"name": self.name, "layout": self.layout, "rows": list(self.rows), "bytes": self.held_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What a load's tables take of host memory, all of them filled.
+
+    `rank_bytes` is the most that one rank takes for rows of its own (`per_rank`), `shared_bytes` what every node takes
+    for whole tables (`shared`), `one_node_bytes` what a node takes that has all the ranks.
+    """
+
+    rank_bytes: int
+    shared_bytes: int
+    one_node_bytes: int
+
+    @classmethod
+    def of(cls, parts_by_rank: Sequence[Sequence[TablePart]]) -> HostMemory:
+        """Of the parts that each rank takes."""
+        own = [sum(part.held_bytes for part in parts if part.layout == "per_rank") for parts in parts_by_rank]
+        shared = {part.name: part.nbytes for parts in parts_by_rank for part in parts if part.layout == "shared"}
+        shared_bytes = sum(shared.values())
+        return cls(max(own, default=0), shared_bytes, sum(own) + shared_bytes)
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "rank_bytes": self.rank_bytes,
+            "shared_bytes": self.shared_bytes,
+            "one_node_bytes": self.one_node_bytes,
+        }
+
 
 def table_part(catalog: Catalog, tensor: int, layout: Layout, group: Group | None, mesh: Mesh, rank: int) -> TablePart:
     """The rank's part of the catalog's tensor; `group` None for one that every rank takes whole."""
@@ -70,6 +106,19 @@ def _rows(group: Group, mesh: Mesh, rank: int) -> Rows:
             place, parts = mesh.coord_along(rank, term.axes)
             return term.division.cuts[0].interval(group.shape[0], parts, place)
     return 0, group.shape[0]
+
+
+def filled_by(parts: Sequence[TablePart], hosts: Sequence[int]) -> list[tuple[Rows, ...]]:
+    """Which rows of a table each rank fills, and so takes the memory of: its own, or its share of what it fills with
+    others. `parts` are all ranks' parts; in layout shared `hosts` names for each rank the one whose memory it uses.
+    """
+    if parts[0].layout == "per_rank":
+        return [(part.rows,) for part in parts]
+    found: dict[int, tuple[Rows, ...]] = {}
+    for host in dict.fromkeys(hosts):
+        rows = {rank: part.rows for rank, part in enumerate(parts) if hosts[rank] == host}
+        found |= shares(parts[host].shape[0], rows)
+    return [found[rank] for rank in range(len(parts))]
 
 
 def shares(total: int, rows_by_rank: Mapping[int, Rows]) -> dict[int, tuple[Rows, ...]]:

@@ -263,7 +263,7 @@ def build(case: Case, chance: random.Random) -> World:
         weather=WEATHER[case.weather],
         chance=chance,
         limits=MATRIX_LIMITS,
-        describe={phase: lambda a, b: f"{a} and {b}" for phase in PHASES},
+        describe={phase: lambda a, b, who: f"{a} and {b}" for phase in PHASES},
         leave_s=lambda: chance.choice((0.0, 0.5)) * chance.random(),
         hosted=case.hosted,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -105,6 +106,22 @@ def test_a_rank_alone_is_a_group_of_its_own_at_once() -> None:
     assert (group.host, group._connections) == (0, {})
     group.hand_over(0, [])
     group.close()
+    door.close()
+
+
+def test_no_socket_to_be_had_is_an_error_that_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    door = Door(1, "kernel", memory_device())
+    monkeypatch.setattr(socket, "socket", refuse)
+    for ask in (
+        lambda: Door(0, "kernel", memory_device()),
+        lambda: door.meet([Card(0, "kernel", memory_device(), "t"), door.card], never),
+    ):
+        with pytest.raises(LoaderError, match=r"no socket can be had .*Too many open files.*ulimit -n") as caught:
+            ask()
+        assert caught.value.errno == errno.EMFILE
     door.close()
 
 

@@ -43,7 +43,7 @@ def test_services_one_after_the_other_agree(world_size: int) -> None:
 def differ(rank: Rank) -> None:
     async def main() -> None:
         group = meet(rank)
-        session = group.session("load", describe={Phase.PLAN: lambda a, b: f"key threads: {a} and {b}"})
+        session = group.session("load", describe={Phase.PLAN: lambda a, b, who: f"key threads: {a} and {b}"})
         try:
             await until(session, Phase.CATALOG)
             own = rank.rank // 2
@@ -60,7 +60,7 @@ def test_a_difference_is_named_on_every_rank() -> None:
         assert outcome.error is not None
         assert outcome.error.name == "AgreementError"
         assert "ranks 0 and 2 differ in plan: key threads: 0 and 1" in outcome.error.message
-        assert "2 of 3 ranks have rank 0's, 1 of 3 ranks have rank 2's" in outcome.error.message
+        assert "(rank 1 agrees with rank 0)" in outcome.error.message
 
 
 def fail_on(rank: Rank, who: int, phase: Phase) -> None:

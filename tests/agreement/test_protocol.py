@@ -295,35 +295,42 @@ def run_digests(act: Act, world_size: int, describe: object) -> World:
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "pair", "sizes"),
+    ("by_rank", "pair", "others"),
     [
-        pytest.param("aab", (0, 2), (2, 1), id="the last differs"),
-        pytest.param("abbb", (1, 0), (3, 1), id="rank 0 differs from all others"),
-        pytest.param("ab", (0, 1), (1, 1), id="two ranks"),
-        pytest.param("abab", (0, 1), (2, 2), id="halves: the first group first"),
-        pytest.param("abcbb", (1, 0), (3, 1), id="three groups"),
-        pytest.param("aacb", (0, 2), (2, 1), id="the lowest of several that differ"),
+        pytest.param("aab", (0, 2), " (rank 1 agrees with rank 0)", id="the last differs"),
+        pytest.param("abbb", (1, 0), " (ranks 2 and 3 agree with rank 1)", id="rank 0 differs from all others"),
+        pytest.param("ab", (0, 1), "", id="two ranks"),
+        pytest.param(
+            "abab",
+            (0, 1),
+            " (rank 2 agrees with rank 0, rank 3 agrees with rank 1)",
+            id="halves: the first group first",
+        ),
+        pytest.param("abcbb", (1, 0), " (ranks 3 and 4 agree with rank 1, 1 with neither)", id="three groups"),
+        pytest.param(
+            "aacb", (0, 2), " (rank 1 agrees with rank 0, 1 with neither)", id="the lowest of several that differ"
+        ),
+        pytest.param("a" * 9 + "b" + "a", (0, 9), " (9 others agree with rank 0)", id="so many that they are counted"),
     ],
 )
-def test_a_disagreement_names_two_ranks_and_how_many_agree_with_each(
-    by_rank: str, pair: tuple[int, int], sizes: tuple[int, int]
+def test_a_disagreement_names_two_ranks_and_who_agrees_with_each(
+    by_rank: str, pair: tuple[int, int], others: str
 ) -> None:
-    world = run_digests(digests(*by_rank), len(by_rank), lambda a, b: f"{a} is not {b}")
+    world = run_digests(digests(*by_rank), len(by_rank), lambda a, b, who: f"{a} is on {who[0]} and {b} is on {who[1]}")
     failure = world.cause()
     first, second = pair
     assert failure.kind == "disagreement"
     assert failure.record.error == "AgreementError"
     assert failure.record.rank == second
     assert failure.record.message == (
-        f"ranks {first} and {second} differ in config: {by_rank[first]} is not {by_rank[second]} "
-        f"({sizes[0]} of {len(by_rank)} ranks have rank {first}'s, "
-        f"{sizes[1]} of {len(by_rank)} ranks have rank {second}'s)"
+        f"ranks {first} and {second} differ in config: {by_rank[first]} is on rank {first} and "
+        f"{by_rank[second]} is on rank {second}{others}"
     )
     assert sorted(world.asked) == sorted(pair)  # type: ignore[attr-defined]
 
 
 def test_a_second_finer_round_asks_the_same_two_ranks_for_the_detail() -> None:
-    def describe(a: JSON, b: JSON) -> Detail:
+    def describe(a: JSON, b: JSON, who: tuple[str, str]) -> Detail:
         return Detail("shard 7", lambda c, d: f"{c}, {d}")
 
     world = run_digests(digests("a", "a", "b", phase=Phase.CATALOG), 3, describe)
@@ -335,12 +342,12 @@ def test_a_second_finer_round_asks_the_same_two_ranks_for_the_detail() -> None:
     ("body", "describe", "text"),
     [
         pytest.param(
-            lambda rank: 1 / 0, lambda a, b: "", "rank 0 cannot say more: ZeroDivisionError", id="body raises"
+            lambda rank: 1 / 0, lambda a, b, who: "", "rank 0 cannot say more: ZeroDivisionError", id="body raises"
         ),
-        pytest.param(lambda rank: object(), lambda a, b: "", "cannot be written as JSON", id="body is no JSON"),
-        pytest.param(lambda rank: "x" * (65 << 20), lambda a, b: "", "at most", id="body too large"),
+        pytest.param(lambda rank: object(), lambda a, b, who: "", "cannot be written as JSON", id="body is no JSON"),
+        pytest.param(lambda rank: "x" * (65 << 20), lambda a, b, who: "", "at most", id="body too large"),
         pytest.param(
-            lambda rank: {}, lambda a, b: a["missing"], "comparing them failed: KeyError", id="describe raises"
+            lambda rank: {}, lambda a, b, who: a["missing"], "comparing them failed: KeyError", id="describe raises"
         ),
     ],
 )
@@ -594,7 +601,7 @@ def test_an_operator_hears_who_has_not_come_to_the_first_meeting(caplog: pytest.
     World(3).run(start_s=lambda rank: 100.0 if rank == 2 else 0.0)
     told = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]
     assert len(told) == 2
-    assert all(text.startswith("rank 0: waiting for ranks 2: 2 of 3 have come after ") for text in told)
+    assert all(text.startswith("rank 0: waiting for rank 2: 2 of 3 have come after ") for text in told)
 
 
 def test_the_leader_waits_for_no_bye_of_a_rank_that_never_came() -> None:

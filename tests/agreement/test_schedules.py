@@ -54,7 +54,7 @@ def run(world_size: int, events: list[Event], weather: str, hosted: bool, seed: 
         weather=WEATHER[weather],
         chance=chance,
         limits=MATRIX_LIMITS,
-        describe={phase: lambda a, b: f"{a} and {b}" for phase in PHASES},
+        describe={phase: lambda a, b, who: f"{a} and {b}" for phase in PHASES},
         leave_s=lambda: chance.choice((0.0, 0.5)) * chance.random(),
         hosted=hosted,
     )

@@ -92,7 +92,7 @@ def sessions(count: int, limits: Limits = LIMITS) -> list[Session]:
             rank=rank,
             world_size=count,
             limits=limits,
-            describe=dict.fromkeys(PHASES, lambda a, b: f"{a} is not {b}"),
+            describe=dict.fromkeys(PHASES, lambda a, b, who: f"{a} is not {b}"),
         )
         for rank in range(count)
     ]

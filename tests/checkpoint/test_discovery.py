@@ -203,6 +203,13 @@ def test_a_listing_that_fails_is_a_read_error_never_an_empty_folder(tmp_path: Pa
     assert caught.value.path == str(tmp_path)
 
 
+def test_a_listing_without_a_descriptor_says_which_limit_to_raise(tmp_path: Path) -> None:
+    storage = FakeStorage(LocalStorage())
+    storage.fail(str(tmp_path), errno.EMFILE, operation="list")
+    with pytest.raises(ReadError, match=r"cannot be listed: Too many open files; .*ulimit -n"):
+        discover(str(tmp_path), storage, index="advisory")
+
+
 # The index.
 
 

@@ -167,7 +167,9 @@ def test_negative_sizes_and_offsets_are_refused(nbytes: int, offset: int) -> Non
 
 
 def test_memory_that_cannot_be_had_is_an_error_with_both_figures() -> None:
-    with pytest.raises(MemoryLimitError, match=rf"^{1 << 60} bytes of memory cannot be had .*: \d+ bytes .* available"):
+    with pytest.raises(
+        MemoryLimitError, match=rf"^{1 << 30}\.00 GiB of memory cannot be had .*: [\d.]+ [GM]iB .* available"
+    ):
         allocate_host(1 << 60)
 
 
@@ -190,7 +192,7 @@ def test_an_address_space_limit_is_named_with_what_is_left_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        r"6 12 134217728 bytes of memory cannot be had .* \d+ bytes are left of the address space", done.stdout
+        r"6 12 128\.00 MiB of memory cannot be had .* \d+\.\d\d MiB is left of the address space", done.stdout
     )
 
 

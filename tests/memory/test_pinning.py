@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loader_service.errors import MemoryLimitError
+from loader_service.memory import pinning
 from loader_service.memory.allocators import allocate_host
 from loader_service.memory.caretaker import Caretaker
 from loader_service.memory.pinning import CudaPinner, FakePinner, Pinner, PinPolicy
@@ -49,20 +50,33 @@ def test_never_touches_no_pinner_and_warns_nobody(warnings: pytest.LogCaptureFix
     assert warnings.messages == []
 
 
-@pytest.mark.parametrize("pinner", [None, FakePinner(reason="no device"), CudaPinner()], ids=["none", "fake", "cuda"])
-def test_auto_goes_pageable_with_one_warning_where_nothing_can_lock(
-    pinner: Pinner | None, warnings: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "pinner", [None, FakePinner(reason="none here", has_device=False), CudaPinner()], ids=["none", "fake", "cuda"]
+)
+def test_auto_without_a_device_is_pageable_and_a_process_says_so_once_and_does_not_warn(
+    pinner: Pinner | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(pinner, CudaPinner) and pinner.available() is None:
-        pytest.skip("this process uses CUDA")
-    policy = PinPolicy("auto", pinner)
+    if pinner is not None and pinner.has_device:
+        pytest.skip("this machine has a device")
+    monkeypatch.setattr(pinning, "_said", set())
+    caplog.set_level(logging.INFO, logger="loader_service")
+    policies = [PinPolicy("auto", pinner), PinPolicy("auto", pinner, "host table 't'")]
+    for policy in policies:
+        assert not policy.pin(allocate_host(SIZE))
+        assert (policy.outcome.requested, policy.outcome.effective) == ("auto", "pageable")
+        assert policy.outcome.reason
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert policies[0].outcome.reason in caplog.messages[0]
+
+
+def test_auto_warns_once_for_each_where_there_is_a_device_that_cannot_be_used(
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    policy = PinPolicy("auto", FakePinner(reason="not initialised"), "host table 't'")
     assert not policy.pin(allocate_host(SIZE))
     assert not policy.pin(allocate_host(SIZE))
-    assert policy.outcome.requested == "auto"
-    assert policy.outcome.effective == "pageable"
-    assert policy.outcome.reason
-    assert len(warnings.messages) == 1
-    assert policy.outcome.reason in warnings.messages[0]
+    assert policy.outcome == PolicyOutcome("auto", "pageable", "not initialised")
+    assert warnings.messages == ["host table 't' stays pageable: not initialised"]
 
 
 def test_auto_gives_up_at_the_first_refusal_with_one_warning(warnings: pytest.LogCaptureFixture) -> None:
@@ -72,7 +86,7 @@ def test_auto_gives_up_at_the_first_refusal_with_one_warning(warnings: pytest.Lo
     assert [policy.pin(buffer) for buffer in buffers] == [True, False, False, False]
     assert pinner.registrations == 2
     assert len(warnings.messages) == 1
-    assert policy.outcome.reason == f"locking {SIZE} bytes of memory was refused (registration 1)"
+    assert policy.outcome.reason == "locking 1.00 MiB of memory was refused (registration 1)"
 
 
 def test_required_fails_at_once_without_a_pinner_and_at_the_refusal_with_one() -> None:
@@ -157,9 +171,11 @@ def test_cuda_that_refuses_is_a_memory_error_and_a_failed_unlocking_a_warning(
 
 def test_cuda_is_never_initialised_by_the_pinner(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = fake_cuda(monkeypatch, initialised=False)
-    reason = CudaPinner().available()
+    pinner = CudaPinner()
+    reason = pinner.available()
     assert reason is not None
     assert "torch.cuda.set_device" in reason
+    assert pinner.has_device, "which is worth a warning"
     assert runtime.calls == []
 
 

@@ -18,7 +18,7 @@ import pytest
 from loader_service.errors import MemoryLimitError
 from loader_service.memory import shared
 from loader_service.memory.admission import Room
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, collapse, map_shared
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
 from loader_service.memory.shared import SharedMemory
 from tests.rows.making import until
 
@@ -123,7 +123,7 @@ def test_less_memory_than_is_wanted_is_an_error_with_both_figures_before_any_is_
 ) -> None:
     rooms(monkeypatch, 2 * MIB - 1)
     with pytest.raises(
-        MemoryLimitError, match=r"2097152 bytes of shared memory cannot be had .*: 2097151 bytes"
+        MemoryLimitError, match=r"2\.00 MiB of shared memory cannot be had .*: 2\.00 MiB of memory"
     ) as got:
         memory.reserve(0, 2 * MIB)
     assert got.value.errno == errno.ENOMEM
@@ -135,7 +135,7 @@ def test_it_looks_again_on_the_way_and_stops_when_others_have_taken_the_rest(mon
     monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", MIB)
     looks = rooms(monkeypatch, 100 * MIB, 99 * MIB, 5 * MIB)
     memory = SharedMemory.create(8 * MIB)
-    with pytest.raises(MemoryLimitError, match=f"{6 * MIB} bytes .*: {5 * MIB} bytes"):
+    with pytest.raises(MemoryLimitError, match=r"6\.00 MiB .*: 5\.00 MiB of memory"):
         memory.reserve(0, 8 * MIB)
     assert len(looks) == 3
     assert resident(memory) <= 2 * MIB + 8192
@@ -148,6 +148,15 @@ def test_it_stops_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([False, False, True])
     memory.reserve(0, 8 * MIB, lambda: next(looks))
     assert 2 * MIB <= memory.reserved_bytes <= 2 * MIB + 8192
+    memory.close()
+
+
+def test_it_looks_at_every_step_of_the_memory_wherever_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", 2 * MIB)
+    looks = rooms(monkeypatch, 100 * MIB)
+    memory = SharedMemory.create(8 * MIB)
+    memory.reserve(MIB, 7 * MIB)
+    assert len(looks) == 4, "1 to 2, to 4, to 6, to 7 MiB: huge pages are not cut"
     memory.close()
 
 
@@ -166,14 +175,14 @@ def test_the_systems_own_refusal_is_told_with_both_figures(
 
     rooms(monkeypatch, 77 * MIB)
     monkeypatch.setattr("loader_service.memory.shared.os.posix_fallocate", refuse)
-    with pytest.raises(MemoryLimitError, match=rf"{MIB} bytes .*{os.strerror(code)}\): {77 * MIB} bytes") as caught:
+    with pytest.raises(MemoryLimitError, match=rf"^1\.00 MiB .*{os.strerror(code)}\): 77\.00 MiB of memory") as caught:
         memory.reserve(0, MIB)
     assert caught.value.errno == code
 
 
 def test_more_than_the_machine_has_is_refused_for_real() -> None:
     memory = SharedMemory.create(1 << 50)
-    with pytest.raises(MemoryLimitError, match=r"1125899906842624 bytes of shared memory cannot be had .*: \d+ bytes"):
+    with pytest.raises(MemoryLimitError, match=r"1048576\.00 GiB of shared memory cannot be had .*: \d+\.\d\d [GM]iB"):
         memory.reserve(0, 1 << 50)
     assert resident(memory) == 0
     memory.close()
@@ -194,7 +203,7 @@ def test_a_failure_while_it_is_made_leaves_no_descriptor(monkeypatch: pytest.Mon
 
     name = "os.truncate" if step == "truncate" else "fcntl.fcntl"
     monkeypatch.setattr(f"loader_service.memory.shared.{name}", refuse)
-    with pytest.raises(MemoryLimitError, match="1048576 bytes of shared memory"):
+    with pytest.raises(MemoryLimitError, match=r"^1\.00 MiB of shared memory"):
         SharedMemory.create(MIB)
 
 
@@ -307,14 +316,112 @@ def test_mapping_what_is_no_memory_is_an_error() -> None:
     os.close(writing)
 
 
-def test_huge_pages_of_memory_that_is_there_may_be_had_and_change_nothing_else() -> None:
+# -- huge pages
+
+
+def pages_are_collapsed() -> bool:
+    """Whether memory files get huge pages by collapsing and not by themselves; asked of the system, and not of what is
+    tested."""
+    configured = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2])
+    return (
+        release >= (6, 1)
+        and configured.exists()
+        and bool({"[never]", "[advise]"} & set(configured.read_text().split()))
+    )
+
+
+needs_collapsing = pytest.mark.skipif(
+    not pages_are_collapsed(),
+    reason="memory files get huge pages by themselves here, or none (shmem_enabled, Linux 6.1)",
+)
+
+
+def huge_bytes(buffer: HostBuffer) -> int:
+    """How much of a mapping this process has mapped by huge pages, as the kernel counts it."""
+    text = Path("/proc/self/smaps").read_text()
+    about = text[text.index(f"{buffer.address:x}-") :]
+    (line,) = [line for line in about.splitlines()[:40] if line.startswith("ShmemPmdMapped:")][:1]
+    return int(line.split()[1]) * 1024
+
+
+@needs_collapsing
+@pytest.mark.parametrize(
+    ("start", "stop", "wanted"),
+    [
+        (0, 8 * MIB, 8 * MIB),
+        (1, 8 * MIB - 1, 4 * MIB),
+        (MIB, 7 * MIB + 5, 4 * MIB),
+        (2 * MIB + 1, 4 * MIB + 1, 0),
+        (MIB, 2 * MIB, 0),
+    ],
+)
+def test_whole_huge_pages_of_what_is_reserved_are_such_and_nothing_beside_it(
+    start: int, stop: int, wanted: int
+) -> None:
+    memory = SharedMemory.create(8 * MIB)
+    memory.reserve(start, stop)
+    pages = (start // 4096 * 4096, -(-stop // 4096) * 4096)
+    assert pages[1] - pages[0] <= resident(memory) <= pages[1] - pages[0] + 8192
+    buffer = memory.map()
+    assert not any(buffer.memoryview[start:stop])
+    buffer.memoryview[start:stop:4096] = b"x" * len(range(start, stop, 4096))
+    assert (memory.collapsed_bytes, huge_bytes(buffer)) == (wanted, wanted)
+    memory.close()
+
+
+@needs_collapsing
+def test_steps_and_ranks_do_not_cut_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", 4 * MIB)
+    memory = SharedMemory.create(16 * MIB)
+    received = SharedMemory.received(os.dup(memory.descriptor), 16 * MIB)
+    memory.reserve(0, 9 * MIB)
+    received.reserve(9 * MIB, 16 * MIB)
+    assert (memory.collapsed_bytes, received.collapsed_bytes) == (8 * MIB, 6 * MIB)
+    memory.reserve(0, 16 * MIB)
+    assert memory.reserved_bytes <= 16 * MIB + 8192
+    memory.close()
+    received.close()
+
+
+def test_what_others_have_written_stays_and_they_see_what_is_written_then() -> None:
+    memory = SharedMemory.create(8 * MIB)
+    other = memory.map()
+    content = np.random.default_rng(1).bytes(5 * MIB)
+    other.memoryview[MIB : 6 * MIB] = content
+    memory.reserve(0, 8 * MIB)
+    buffer = memory.map()
+    assert buffer.memoryview[MIB : 6 * MIB] == content
+    assert other.memoryview[MIB : 6 * MIB] == content
+    assert not any(other.memoryview[6 * MIB :])
+    buffer.memoryview[:] = b"y" * (8 * MIB)
+    assert other.memoryview == b"y" * (8 * MIB)
+    memory.close()
+
+
+@pytest.mark.parametrize(("code", "asked"), [(errno.EINVAL, 1), (errno.ENOMEM, 4), (errno.EBUSY, 4), (errno.EAGAIN, 4)])
+def test_where_there_are_no_huge_pages_small_ones_do_and_a_kernel_without_any_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, code: int, asked: int
+) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def refuse(descriptor: int, start: int, stop: int) -> int:
+        calls.append((start, stop))
+        return code
+
+    monkeypatch.setattr(shared, "_RESERVE_STEP_BYTES", 2 * MIB)
+    monkeypatch.setattr(shared, "collapse_shared", refuse)
     memory = SharedMemory.create(8 * MIB)
     memory.reserve(0, 8 * MIB)
-    buffer, other = memory.map(), memory.map()
-    content = np.random.default_rng(1).bytes(8 * MIB)
-    buffer.memoryview[:] = content
-    assert collapse(buffer.address, buffer.nbytes) in (True, False)  # it is for the kernel to say
-    assert buffer.memoryview == content
-    assert other.memoryview == content
-    assert collapse(buffer.address + 1, HUGE_PAGE_BYTES) is False, "no whole huge page lies in there"
+    assert 8 * MIB <= memory.reserved_bytes <= 8 * MIB + 8192
+    assert (memory.collapsed_bytes, calls) == (0, [(at, at + 2 * MIB) for at in range(0, 2 * asked * MIB, 2 * MIB)])
+    memory.close()
+
+
+def test_collapsing_what_is_not_there_is_refused_and_leaves_nothing_mapped() -> None:
+    memory = SharedMemory.create(4 * MIB)
+    before = Path("/proc/self/maps").read_text().count("memfd:loader-service")
+    assert collapse_shared(memory.descriptor, 0, 4 * MIB) != 0
+    assert Path("/proc/self/maps").read_text().count("memfd:loader-service") == before
+    assert resident(memory) == 0
     memory.close()

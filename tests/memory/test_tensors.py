@@ -8,7 +8,7 @@ import torch
 
 from loader_service.errors import CheckpointError, DestinationError
 from loader_service.memory.allocators import allocate_host
-from loader_service.memory.tensors import raw_memory, tensor_view, torch_dtype
+from loader_service.memory.tensors import empty_tensor, raw_memory, tensor_view, torch_dtype
 
 CODES = {
     "BOOL": (torch.bool, 1),
@@ -106,6 +106,14 @@ def test_an_empty_tensor_needs_no_bytes(shape: tuple[int, ...]) -> None:
     for dtype, _ in CODES.values():
         view = tensor_view(u8, 4, dtype, shape)
         assert (view.shape, view.dtype) == (shape, dtype)
+
+
+def test_an_empty_tensor_that_torch_cannot_hold_is_named() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^/a: torch cannot hold tensor 'w', which is empty, .*: leave it out"
+    ) as caught:
+        empty_tensor((0, 1 << 63, 4), torch.float32, path="/a", name="w")
+    assert (caught.value.path, caught.value.tensor) == ("/a", "w")
 
 
 def test_an_empty_tensor_that_torch_cannot_hold_is_a_checkpoint_error() -> None:

@@ -255,7 +255,7 @@ def test_the_plan_as_json_has_the_contracts_keys() -> None:
 def test_a_rank_without_bytes_reads_no_file() -> None:
     load = {"rules": [{"match": "*", "assign": {"axis": "tp", "to": [0]}}]}
     ranks = plan_of(two_shards(), load, {"tp": 2}).as_json([1])["ranks"]
-    assert ranks == [{"rank": 1, "payload_bytes": 0, "read_bytes": 0, "reads": 0, "files": []}]
+    assert ranks == [{"rank": 1, "payload_bytes": 0, "read_bytes": 0, "reads": 0, "files": [], "tables": []}]
 
 
 # Sub-byte types ----------------------------------------------------------------------------------------------------

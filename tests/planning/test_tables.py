@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader_service.errors import ConfigError
-from loader_service.planning.tables import Rows, shares
+from loader_service.planning.tables import Rows, filled_by, shares
 from tests.planning.making import Checkpoint, names_of, one_shard, plan_of
 
 TABLE = ("t.weight", "F8_E4M3", (37, 8))
@@ -309,6 +309,23 @@ def test_ranks_with_the_same_rows_fill_nearly_equal_parts(total: int, ranks: int
         for ranges in shares(total, dict.fromkeys(range(ranks), (0, total))).values()
     ]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "expected"),
+    [
+        pytest.param("per_rank", [0, 1, 2, 3], [((0, 18),), ((18, 37),)] * 2, id="each its own"),
+        pytest.param("shared", [0] * 4, [((0, 9),), ((18, 27),), ((9, 18),), ((27, 37),)], id="one node"),
+        pytest.param("shared", [0, 0, 2, 2], [((0, 18),), ((18, 37),)] * 2, id="two nodes"),
+        pytest.param("shared", [0, 1, 0, 0], [((0, 9),), ((0, 37),), ((9, 18),), ((18, 37),)], id="one by itself"),
+        pytest.param("shared", [0, 1, 2, 3], [((0, 37),)] * 4, id="nobody shares"),
+    ],
+)
+def test_who_fills_which_rows_in_each_layout(layout: str, hosts: list[int], expected: list[tuple[Rows, ...]]) -> None:
+    """Two replicas of two ranks: whoever shares memory with others fills all of it together with them."""
+    rule = {"match": "t.*", "host_resident": {"layout": layout}, "split": TP}
+    plan = plan_with(rule, mesh={"replica": 2, "tp": 2})
+    assert filled_by([plan.table("t.weight", rank) for rank in range(4)], hosts) == expected
 
 
 @st.composite

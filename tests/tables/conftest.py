@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.conftest import nothing_is_left_of_all, store_server  # noqa: F401 - fixtures
 from tests.support.checkpoints import Checkpoint
 from tests.tables.making import left_behind, write
 

@@ -18,6 +18,7 @@ from loader_service.config.schema import ServiceConfig
 from loader_service.memory.pinning import Pinner
 from loader_service.memory.tensors import raw_memory
 from loader_service.reading.fake import FakeStorage
+from tests.conftest import _descriptors
 from tests.e2e.seats import Seat
 from tests.support.checkpoints import Checkpoint, write_checkpoint
 
@@ -149,6 +150,14 @@ def left_behind() -> list[str]:
             target = os.readlink(f"/proc/self/fd/{number}")
             own += [target] if "memfd:loader-service" in target or target in _doors() else []
     return own
+
+
+def opened_since(before: Mapping[int, str]) -> list[str]:
+    """Descriptors that are open and were not; without connections to a store, which are kept for the next service."""
+    new = [target for number, target in _descriptors().items() if before.get(number) != target]
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6") if new]
+    stores = {f"socket:[{line.split()[9]}]" for table in tables for line in table}
+    return [target for target in new if target not in stores]
 
 
 def _doors() -> set[str]:

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import loader_service as ls
-from loader_service.cli import app
+from loader_service.cli import app, host_rows
 from loader_service.cli.host_rows import pieces
+from loader_service.cli.plans import plan_of
+from loader_service.filling import TensorSpec
+from loader_service.planning.tables import HostMemory
+from loader_service.sizes import format_size
 from tests.cli.support import Fault, payload_fault, start_ranks
 from tests.e2e.seats import make_seats
 from tests.support.checkpoints import Checkpoint
@@ -127,6 +132,53 @@ def test_the_plan_counts_each_ranks_rows(
             assert any(a <= first and last <= b for a, b in ranges[path]), name
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_plan_shows_each_ranks_tables_and_the_host_memory_that_they_take(
+    checkpoint: Checkpoint, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, checkpoint, layout, 3)
+    assert app.run(["plan", str(config), "--load", "target", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    row_bytes = {WEIGHT: 96, SCALE: 3, DEEP: 40}
+    for rank, planned in enumerate(plan["ranks"]):
+        start, stop = shares("equal", 3)[rank]
+        expected = {name: {"rows": [start, stop], "bytes": (stop - start) * row_bytes[name]} for name in row_bytes}
+        expected[EMPTY] = {"rows": [0, 0], "bytes": 0}
+        found = {table.pop("name"): table for table in planned["tables"]}
+        assert list(found) == [WEIGHT, SCALE, EMPTY, DEEP]
+        assert found == {name: {**facts, "layout": layout} for name, facts in expected.items()}
+    whole = ROWS * 139
+    shared = layout == "shared"
+    assert plan["host_memory"] == {
+        "rank_bytes": 0 if shared else 13 * 139,
+        "shared_bytes": whole if shared else 0,
+        "one_node_bytes": whole,
+    }
+    assert app.run(["plan", str(config), "--load", "target"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [" ".join(line.split()[1:]) for line in lines if line.split()[:1] == ["2"] and "engram" in line]
+    rows = {name: f"24:37 {format_size(13 * row_bytes[name])}" for name in row_bytes} | {EMPTY: f"0:0 {format_size(0)}"}
+    assert shown == [f"{name} {layout} {rows[name]}" for name in (WEIGHT, SCALE, EMPTY, DEEP)]
+    own, node = (format_size(number) for number in ((0, whole) if shared else (13 * 139, 0)))
+    assert (
+        f"Host memory of tables: at most {own} a rank for its own rows (per_rank), {node} a node for whole tables "
+        f"(shared); {format_size(whole)} with all ranks on one node." in lines
+    )
+
+
+def test_tables_that_replicas_hold_are_counted_for_each_or_once(checkpoint: Checkpoint) -> None:
+    both = {
+        "rules": [
+            {"match": WEIGHT, "host_resident": {"layout": "per_rank"}, "split": {"axis": "tp", "dim": 0}},
+            {"match": DEEP, "host_resident": {"layout": "shared"}, "assign": {"axis": "tp", "to": [1]}},
+        ]
+    }
+    plan = plan_of(config_of(checkpoint, both, 4, mesh={"dp": 2, "tp": 2}), "target", None)
+    assert [[part.name for part in plan.tables_of(rank)] for rank in range(4)] == [[WEIGHT], [WEIGHT, DEEP]] * 2
+    weight, deep = ROWS * 96, ROWS * 40
+    assert plan.host_memory == HostMemory(19 * 96, deep, 2 * weight + deep)
+
+
 def test_inspect_shows_tables_as_the_tensors_that_they_are(
     checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +189,20 @@ def test_inspect_shows_tables_as_the_tensors_that_they_are(
     assert described["namespaces"]["engram"]["tensors"] == len(TABLES)
 
 
+async def test_no_rows_of_any_size_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise AssertionError
+
+    monkeypatch.setattr(host_rows, "allocate_host", refuse)
+    shape = (0, 1 << 40)
+    spec = TensorSpec(
+        shape, shape, torch.uint8, (((slice(0, 0), slice(0, 1 << 40)), (slice(0, 0), slice(0, 1 << 40))),)
+    )
+    with ls.RowSource(tmp_path / "none", 0, shape, "U8") as source:
+        ((rows, own),) = [piece async for piece in pieces("t", source, spec)]
+    assert (rows.shape, own) == (shape, spec)
+
+
 @pytest.mark.parametrize("piece_bytes", [1, 96, 100, 500, 1 << 20])
 async def test_rows_come_in_pieces_that_one_memory_holds(checkpoint: Checkpoint, piece_bytes: int) -> None:
     (seat,) = make_seats(1)
@@ -145,7 +211,7 @@ async def test_rows_come_in_pieces_that_one_memory_holds(checkpoint: Checkpoint,
             source, spec = load.tables[name], load.spec(name)
             row_bytes = max(1, checkpoint.tensor(name).nbytes // max(1, len(checkpoint.tensor(name))))
             at, addresses = 0, set()
-            async for rows, own in pieces(source, spec, piece_bytes=piece_bytes):
+            async for rows, own in pieces(name, source, spec, piece_bytes=piece_bytes):
                 ((source_index, mine),) = own.parts
                 assert (source_index[0], mine[0]) == (slice(at, at + len(rows)), slice(0, len(rows)))
                 assert len(rows) * row_bytes <= max(piece_bytes, row_bytes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 
 import loader_service as ls
+from loader_service.memory.allocators import allocate_host
 from loader_service.memory.tensors import raw_memory
+from loader_service.report import PolicyOutcome
+from loader_service.sizes import format_size
 from tests.e2e.seats import Seat, all_of, make_seats, payload_bytes_read, values
+from tests.reading.disk import disk_folder
 from tests.support.checkpoints import Checkpoint, assert_same, write_checkpoint
 from tests.tables.making import (
     DEEP,
@@ -29,6 +35,7 @@ from tests.tables.making import (
     rules,
     service_of,
     shares,
+    write,
 )
 
 PLAN_ORDER = [WEIGHT, "a.first", "a.odd", SCALE, EMPTY, "m.mid", "b.first", DEEP]
@@ -283,6 +290,34 @@ async def test_sources_by_name(checkpoint: Checkpoint) -> None:
         assert_rows(await asyncio.to_thread(own_rows, kept), checkpoint, WEIGHT, (0, ROWS))
     with pytest.raises(ls.StateError):
         await asyncio.to_thread(own_rows, kept)
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Checkpoint]:
+    with disk_folder(tmp_path) as folder:
+        yield write(folder)
+
+
+async def test_each_source_says_how_its_own_rows_were_read_and_the_report_how_all_were(on_disk: Checkpoint) -> None:
+    """Two tables in one file, which refuses direct reads from the second one on."""
+    checkpoint = on_disk
+    (seat,) = make_seats(1)
+    seat.storage.cache("*.safetensors", lambda *_: 0)
+    async with service_of(seat, config_of(checkpoint, rules("per_rank"), 1)) as service, service.open("target") as load:
+        for name in (WEIGHT, SCALE):
+            source = load.tables[name]
+            buffer = allocate_host(checkpoint.tensor(name).nbytes, congruent_to=source.offset)
+            await source.aread_rows_into(buffer.tensor.view(source.dtype).view(source.shape), 0)
+            seat.storage.fail(source.path, errno.EINVAL, operation="read direct", times=None)
+        ways = {name: load.tables[name].access for name in (WEIGHT, SCALE, DEEP)}
+    assert (ways[WEIGHT].effective, ways[SCALE].effective) == ("direct", "buffered")
+    assert "EINVAL" not in ways[WEIGHT].reason
+    assert ways[SCALE].reason.endswith(".safetensors: EINVAL")
+    assert ways[DEEP] == PolicyOutcome("auto", "auto", "nothing was read")
+    together = load.report.policies["tables_per_rank"]
+    assert together.effective == "mixed"
+    assert f"{format_size(ROWS * 96)} past the page cache" in together.reason
+    assert f"{format_size(ROWS * 3)} read through the page cache" in together.reason
 
 
 def test_a_synchronous_weight_loader_reads_rows_while_the_stream_goes_on(checkpoint: Checkpoint) -> None:
