@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import cast
+from typing import TypeAlias, cast
 
 from loader_service.agreement.messages import JSON, Describe, Detail, Phase, PhaseRecord, error_of
 from loader_service.agreement.session import Session
@@ -67,42 +67,44 @@ def plan_record(plan: LoadPlan, told: JSON = None) -> PhaseRecord:
     return PhaseRecord(digest=plan.digest, listed=told, body=lambda: body)
 
 
-_WHO = ("the first", "the second")  # of the two ranks that the verdict names before this
+Who: TypeAlias = tuple[str, str]  # the two ranks, as they are called
 
 
-def _config_difference(a: JSON, b: JSON) -> str:
+def _config_difference(a: JSON, b: JSON, who: Who) -> str:
     first, second = cast(Mapping[str, object], a), cast(Mapping[str, object], b)
     versions = [side.get("planner") for side in (first, second)]
     if versions[0] != versions[1]:  # everything else may differ in consequence
-        which = f"they run versions {versions[0]} and {versions[1]} of the planner"
+        which = f"the planner has version {versions[0]} on {who[0]} and {versions[1]} on {who[1]}"
         return f"{which}: install the same version of the loader on all ranks"
-    found = describe_config_difference(first, second)
+    found = describe_config_difference(first, second, who=who)
     return f"the configurations differ: {found}" if found else "the configurations differ in a way that has no name"
 
 
-def _catalog_difference(a: JSON, b: JSON) -> str | Detail:
+def _catalog_difference(a: JSON, b: JSON, who: Who) -> str | Detail:
     rows_a, rows_b = cast("list[Row]", a), cast("list[Row]", b)
     for row_a, row_b in zip(rows_a, rows_b, strict=False):
         if row_a[:2] == row_b[:2] and row_a[2:] != row_b[2:]:
             shard = str(row_a[0])
-            return Detail(shard, functools.partial(_tensor_difference, shard, same_header=row_a[2] == row_b[2]))
+            finer = functools.partial(_tensor_difference, shard, who=who, same_header=row_a[2] == row_b[2])
+            return Detail(shard, finer)
         if row_a != row_b:
             break
-    found = describe_difference(rows_a, rows_b, who=_WHO)
+    found = describe_difference(rows_a, rows_b, who=who)
     return f"the checkpoints differ: {found}" if found else "the checkpoints differ in a way that has no name"
 
 
-def _tensor_difference(shard: str, a: JSON, b: JSON, *, same_header: bool) -> str:
+def _tensor_difference(shard: str, a: JSON, b: JSON, *, who: Who, same_header: bool) -> str:
     """Shards of one name and size: other headers, or equal ones of which an index file leaves out other tensors."""
-    found = describe_tensor_difference(cast("list[Row]", a), cast("list[Row]", b), who=_WHO)
+    found = describe_tensor_difference(cast("list[Row]", a), cast("list[Row]", b), who=who)
     if same_header:
         return f"their index files choose otherwise between copies in shard {shown(shard)} and elsewhere: {found}"
     where = f"the headers of shard {shown(shard)} differ"
     return f"{where}: {found}" if found else f"{where} in metadata or spelling, not in tensors"
 
 
-def _plan_difference(a: JSON, b: JSON) -> str:
-    return f"the plans differ although configuration and checkpoint agree: {json.dumps(a)} and {json.dumps(b)}"
+def _plan_difference(a: JSON, b: JSON, who: Who) -> str:
+    plans = f"{json.dumps(a)} on {who[0]} and {json.dumps(b)} on {who[1]}"
+    return f"the plans differ although configuration and checkpoint agree: {plans}"
 
 
 DESCRIBE: Mapping[Phase, Describe] = {

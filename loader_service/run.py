@@ -26,6 +26,7 @@ from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.units import Placed, TensorUnit
 from loader_service.report import LoadReport, PolicyOutcome
 from loader_service.scheduler import Progress, Resources, Scheduler
+from loader_service.sizes import format_size
 from loader_service.sources import Tables
 
 log = logging.getLogger("loader_service.load")
@@ -114,7 +115,7 @@ class LoadRun:
                 plan = await opening.plan(catalog)
                 await opening.agree_on_plan(plan)
                 self._plan = plan
-                self.tables = Tables(self._engine, plan, self.rank_plan)
+                self.tables = Tables(self._engine, plan, self.rank_plan, self._report_progress)
             with self._timed(Phase.OPEN):
                 self._resources, self._policies = self._engine.resources(verdict.counts.get("node", {}))
                 self._resources.pool.restart_peak()
@@ -206,8 +207,13 @@ class LoadRun:
         return scheduler
 
     def _report_progress(self) -> None:
+        """What other ranks say of this one, should it fall silent."""
         assert self._session is not None
-        self._session.report_progress(f"{self.progress.read_bytes} bytes read")
+        row_bytes = self.tables.read_bytes if self.tables is not None else 0
+        text = f"{format_size(self.progress.read_bytes + row_bytes)} read"
+        if row_bytes:
+            text += f", {format_size(row_bytes)} of it rows of host-resident tables"
+        self._session.report_progress(text)
 
     # Leaving
 

@@ -28,7 +28,6 @@ from loader_service.cli.output import (
     print_traceback,
 )
 from loader_service.cli.signals import Interruptions, own_signals
-from loader_service.config.sizes import parse_size
 from loader_service.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -40,6 +39,7 @@ from loader_service.errors import (
     LoaderError,
     record_of,
 )
+from loader_service.sizes import parse_size
 
 # typer exports one leaf of its parser's errors; what that derives from is every usage error.
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
@@ -174,7 +174,7 @@ def demo_command(
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
 ) -> _Invocation:
-    """Make a small checkpoint and load it on two ranks: target and draft, every byte compared, beside safetensors."""
+    """Make a small checkpoint and load it on two ranks: target and draft, every byte compared with safetensors' own."""
 
     def work() -> int:
         from loader_service.cli.demo import run_demo

@@ -63,10 +63,6 @@ class Reference:
                     tensor=name,
                 )
 
-    def read(self, name: str, spec: TensorSpec) -> list[torch.Tensor]:
-        """This rank's parts of a tensor as safetensors reads them, without a copy where it makes none."""
-        return [self._read(name, source, spec) for source, _ in spec.parts]
-
     def _path_of(self, name: str) -> str:
         catalog = self._plan.catalog
         tensor_id = catalog.id_of(name)

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from loader_service.errors import ConfigError, LoaderError
+from loader_service.sizes import format_size
 
 SHARDS = 5
 LAYERS = 5
@@ -114,7 +115,7 @@ def make_demo_checkpoint(
     except (OSError, SafetensorError) as error:
         raise LoaderError(
             f"cannot write the demo checkpoint to {place}: {error}: choose a folder that is writable and has "
-            f"{total_bytes} bytes free",
+            f"{format_size(total_bytes)} free",
             path=str(place),
             errno=error.errno if isinstance(error, OSError) else None,
         ) from error

@@ -9,24 +9,27 @@ import torch
 
 from loader_service.filling import TensorSpec
 from loader_service.memory.allocators import PAGE_BYTES, allocate_host
-from loader_service.memory.tensors import tensor_view
+from loader_service.memory.tensors import empty_tensor, tensor_view
 from loader_service.rows import RowSource
 
 PIECE_BYTES = 64 << 20
 
 
 async def pieces(
-    source: RowSource, spec: TensorSpec, *, piece_bytes: int = PIECE_BYTES
+    name: str, source: RowSource, spec: TensorSpec, *, piece_bytes: int = PIECE_BYTES
 ) -> AsyncIterator[tuple[torch.Tensor, TensorSpec]]:
     """This rank's rows in order: each piece with how it comes from the whole table. Every piece is in the same memory,
     and there is one at least, if only of no rows."""
     start, stop = source.rows
+    if start == stop:
+        yield empty_tensor(spec.shape, source.dtype, path=source.path, name=name), spec
+        return
     itemsize = source.dtype.itemsize
     row_bytes = torch.Size(source.shape[1:]).numel() * itemsize
-    step = min(max(1, piece_bytes // max(1, row_bytes)), max(1, stop - start))
+    step = min(max(1, piece_bytes // max(1, row_bytes)), stop - start)
     buffer = allocate_host(PAGE_BYTES + step * row_bytes)
     ((source_index, own_index),) = spec.parts
-    for first in range(start, max(stop, start + 1), step):
+    for first in range(start, stop, step):
         last = min(stop, first + step)
         skip = (source.offset + first * row_bytes) % PAGE_BYTES  # so that it is read past the page cache
         shape = (last - first, *source.shape[1:])

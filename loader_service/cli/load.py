@@ -252,10 +252,12 @@ class _LoadProcess:
         async for name, value in load:
             spec = load.spec(name)
             if isinstance(value, RowSource):
-                async for rows, own_spec in pieces(value, spec):
+                self._progress.rows_of(name)
+                async for rows, own_spec in pieces(name, value, spec):
                     await take(name, rows, own_spec)
             else:
                 await take(name, value, spec)
+            self._progress.tensor_done()
             del value
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.progress import ProgressColumn as RichColumn
 from rich.text import Text
 
-from loader_service.config.sizes import format_size
+from loader_service.sizes import format_rate, format_size
 
 log = logging.getLogger("loader_service.progress")
 
 LINE_EVERY_S = 5.0
-_GIB = 1 << 30
 
 
 class LoadProgress(Protocol):
@@ -32,7 +32,13 @@ class LoadProgress(Protocol):
 
     def begin(self, total_bytes: int) -> None: ...
 
+    def rows_of(self, table: str) -> None:
+        """From now on rows of a host-resident table are read, until `tensor_done`."""
+        ...
+
     def advance(self, nbytes: int) -> None: ...
+
+    def tensor_done(self) -> None: ...
 
     def tick(self) -> None: ...
 
@@ -54,7 +60,13 @@ class _NoProgress:
     def begin(self, total_bytes: int) -> None:
         """Nothing is shown."""
 
+    def rows_of(self, table: str) -> None:
+        """Nothing is shown."""
+
     def advance(self, nbytes: int) -> None:
+        """Nothing is shown."""
+
+    def tensor_done(self) -> None:
         """Nothing is shown."""
 
     def tick(self) -> None:
@@ -66,33 +78,38 @@ class _LineProgress(_NoProgress):
 
     def __init__(self, load: str) -> None:
         self._load = load
-        self._total_bytes = 0
+        self._total_bytes: int | None = None
         self._done_bytes = 0
         self._tensors = 0
+        self._table = ""
         self._started_s = self._said_s = time.monotonic()
 
     def begin(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._started_s = time.monotonic()
 
+    def rows_of(self, table: str) -> None:
+        self._table = table
+
     def advance(self, nbytes: int) -> None:
         self._done_bytes += nbytes
+
+    def tensor_done(self) -> None:
         self._tensors += 1
+        self._table = ""
 
     def tick(self) -> None:
         now_s = time.monotonic()
         if now_s - self._said_s < LINE_EVERY_S:
             return
         self._said_s = now_s
-        rate = self._done_bytes / _GIB / max(now_s - self._started_s, 1e-9)
-        log.info(
-            "load '%s': %s of %s in %d tensors, %.2f GiB/s",
-            self._load,
-            format_size(self._done_bytes),
-            format_size(self._total_bytes),
-            self._tensors,
-            rate,
-        )
+        if self._total_bytes is None:
+            log.info("load '%s': reading headers, or waiting for other ranks", self._load)
+            return
+        rate = format_rate(self._done_bytes / max(now_s - self._started_s, 1e-9))
+        done, total = format_size(self._done_bytes), format_size(self._total_bytes)
+        rows = f"; reading rows of '{self._table}'" if self._table else ""
+        log.info("load '%s': %s of %s, %d tensors, %s%s", self._load, done, total, self._tensors, rate, rows)
 
 
 class _BarProgress:
@@ -102,14 +119,14 @@ class _BarProgress:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
+            _DoneColumn(),
             _RateColumn(),
-            TextColumn("{task.fields[tensors]} tensors"),
+            TextColumn("{task.fields[tensors]} tensors{task.fields[rows]}"),
             TimeRemainingColumn(),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
         )
-        self._task = self._progress.add_task(f"load {load}", total=None, tensors=0)
+        self._task = self._progress.add_task(f"load {load}", total=None, tensors=0, rows="")
         self._tensors = 0
 
     def __enter__(self) -> Self:
@@ -124,17 +141,29 @@ class _BarProgress:
     def begin(self, total_bytes: int) -> None:
         self._progress.update(self._task, total=total_bytes)
 
+    def rows_of(self, table: str) -> None:
+        self._progress.update(self._task, rows=f", rows of {escape(table)}")
+
     def advance(self, nbytes: int) -> None:
+        self._progress.update(self._task, advance=nbytes)
+
+    def tensor_done(self) -> None:
         self._tensors += 1
-        self._progress.update(self._task, advance=nbytes, tensors=self._tensors)
+        self._progress.update(self._task, tensors=self._tensors, rows="")
 
     def tick(self) -> None:
         """The bar refreshes itself."""
 
 
-class _RateColumn(RichColumn):
-    """GiB/s, as all the loader's numbers are given."""
+class _DoneColumn(RichColumn):
+    """How much of how much, in the loader's own units."""
 
     def render(self, task: Task) -> Text:
+        of_all = f" of {format_size(int(task.total))}" if task.total is not None else ""
+        return Text(f"{format_size(int(task.completed))}{of_all}")
+
+
+class _RateColumn(RichColumn):
+    def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed / _GIB:.2f} GiB/s")
+        return Text("" if speed is None else format_rate(speed))

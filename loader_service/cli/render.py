@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from loader_service.cli.output import writing_to_stdout
-from loader_service.config.sizes import format_size
 from loader_service.planning.plan import LoadPlan
 from loader_service.report import LoadReport
+from loader_service.sizes import format_size
 
 _SHADES = " ░▒▓█"
 _ASCII_SHADES = " .:*#"
@@ -61,10 +61,9 @@ def show_checkpoint(described: Mapping[str, object]) -> None:
     parts.append(_counts("Namespaces", "prefix", cast("Mapping[str, Mapping[str, int]]", described["namespaces"])))
     if "tensor_list" in described:
         parts.append(_tensors(cast("Sequence[Mapping[str, object]]", described["tensor_list"])))
-    payload = cast("int", described["payload_bytes"])
+    payload = format_size(cast("int", described["payload_bytes"]))
     parts.append(
-        f"{described['tensors']} tensors, {format_size(payload)} ({payload} bytes) of payload in {len(files)} files of "
-        f"{format_size(total)}"
+        f"{described['tensors']} tensors, {payload} of payload in {len(files)} files of {format_size(total)} together"
     )
     parts += [f"note: {escape(note)}" for note in cast("Sequence[str]", described["notes"])]
     show(*parts)
@@ -129,12 +128,31 @@ def show_load_plan(plan: LoadPlan) -> None:
     share = f", {total_bytes / all_bytes:.2f} times its payload" if all_bytes else ""
     show(
         by_rank,
+        *_host_tables(plan),
         *shares_of_files(plan),
         f"All ranks together read {format_size(total_bytes)} of a checkpoint of {format_size(all_bytes)}{share}.",
         f"catalog {plan.catalog.digest}",
         f"plan    {plan.digest}",
         *(f"warning: {escape(warning)}" for warning in plan.warnings),
     )
+
+
+def _host_tables(plan: LoadPlan) -> list[Table | str]:
+    """Which rows of tables each rank holds, and what host memory that takes. Nothing for a load without tables."""
+    if not plan.decisions.tables:
+        return []
+    by_rank = table("Host-resident tables", "rank", "<name", "<layout", "<rows", "bytes")
+    for rank in range(plan.world_size):
+        for part in plan.tables_of(rank):
+            rows = f"{part.rows[0]}:{part.rows[1]}"
+            by_rank.add_row(str(rank), escape(part.name), part.layout, rows, format_size(part.held_bytes))
+    memory = plan.host_memory
+    return [
+        by_rank,
+        f"Host memory of tables: at most {format_size(memory.rank_bytes)} a rank for its own rows (per_rank), "
+        f"{format_size(memory.shared_bytes)} a node for whole tables (shared); "
+        f"{format_size(memory.one_node_bytes)} with all ranks on one node.",
+    ]
 
 
 def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16) -> list[str]:
@@ -173,7 +191,7 @@ def _shade(part: int, whole: int, shades: str) -> str:
 
 
 def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
-    """What a load did, a row a rank; policies, fallbacks and warnings once."""
+    """What a load did, a row a rank; what became of policies; fallbacks and warnings once."""
     documents = [report.as_dict() if isinstance(report, LoadReport) else report for report in reports]
     first = documents[0]
     by_rank = table(
@@ -200,16 +218,41 @@ def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
             f"{cast('float', document['gib_per_s']):.2f}",
             {True: "yes", False: "no", None: "not asked for"}[cast("bool | None", document["verified"])],
         )
-    policies = cast("Mapping[str, Mapping[str, str]]", first["policies"])
-    lines = [
-        f"{name}: {outcome['effective']} ({outcome['requested']} was asked for: {outcome['reason']})"
-        for name, outcome in policies.items()
-        if outcome["requested"] != outcome["effective"]
-    ]
+    lines: list[str] = []
     for kind, key in (("fallback", "fallbacks"), ("warning", "warnings")):
         said = dict.fromkeys(text for document in documents for text in cast("Sequence[str]", document[key]))
         lines += [f"{kind}: {text}" for text in said]
-    show(by_rank, *map(escape, lines))
+    show(by_rank, *_policies(documents), *map(escape, lines))
+
+
+_OF_WHAT = {
+    "access": "streamed tensors",
+    "sharing": "streamed tensors",
+    "drop_page_cache": "streamed tensors",
+    "threads": "all reads",
+    "pin": "staging memory",
+}
+
+
+def _policies(documents: Sequence[Mapping[str, object]]) -> list[Table | str]:
+    """Every policy that was not done as it was written, and what it is about; ranks that did the same, together."""
+    ranks_of: dict[tuple[str, str, str, str], list[str]] = {}
+    for document in documents:
+        for name, policy in cast("Mapping[str, Mapping[str, str]]", document["policies"]).items():
+            outcome = (name, policy["requested"], policy["effective"], policy["reason"])
+            if policy["requested"] != policy["effective"]:
+                ranks_of.setdefault(outcome, []).append(str(document["rank"]))
+    if not ranks_of:
+        return []
+    several = len(documents) > 1
+    made = table("Policies", "of", "<policy", "<asked for", "<done", "<why", *(["<ranks"] if several else []))
+    names = list(dict.fromkeys(name for name, *_ in ranks_of))
+    for (name, *words), ranks in sorted(ranks_of.items(), key=lambda item: names.index(item[0][0])):
+        layout = name.removeprefix("tables_")
+        about = (_OF_WHAT.get(name, ""), name) if layout == name else (f"tables ({layout})", "access")
+        whose = ["all" if len(ranks) == len(documents) else ", ".join(ranks)] if several else []
+        made.add_row(*about, *map(escape, words), *whose)
+    return [made]
 
 
 def _ranks(count: int) -> str:

@@ -14,8 +14,8 @@ from typing import NoReturn, TypeVar
 
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-from loader_service.config.sizes import format_size, parse_size
 from loader_service.errors import ConfigError
+from loader_service.sizes import parse_size
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands: keys of mappings and positions in lists, from the top."""
@@ -90,8 +90,14 @@ def found(value: object) -> str:
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """A suffix such as "; did you mean 'tp'?", empty when nothing is close."""
+    close = closest(word, choices)
+    return f"; did you mean {close!r}?" if close is not None else ""
+
+
+def closest(word: object, choices: Iterable[str]) -> str | None:
+    """What was probably meant; None when nothing is close."""
     close = get_close_matches(word, list(choices), n=1, cutoff=0.6) if isinstance(word, str) else []
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else None
 
 
 def each(value: Sequence[object], check: Callable[[object], T]) -> tuple[T, ...]:
@@ -155,7 +161,7 @@ def size(minimum_bytes: int) -> Callable[[object], int]:
         except ConfigError as error:
             refuse_value(error.message, value)
         if size_bytes < minimum_bytes:
-            refuse_value(f"must be at least {format_size(minimum_bytes)}, {found(value)}", value)
+            refuse_value(f"must be at least {minimum_bytes} bytes, {found(value)}", value)
         return size_bytes
 
     return check

@@ -47,11 +47,13 @@ def _normalised_rule(rule: Rule) -> dict[str, object]:
     return facts
 
 
-def describe_config_difference(a: Mapping[str, object], b: Mapping[str, object]) -> str | None:
+def describe_config_difference(
+    a: Mapping[str, object], b: Mapping[str, object], *, who: tuple[str, str] = ("one rank", "another")
+) -> str | None:
     """The first key path at which two normalised configurations differ, with both values; None where they are equal.
 
-    Reads "loads.target.rules[0].split.dim is 0 and 1": a's value first. Order is that of `a`, then what only `b` has.
-    Of long lists the first item that differs is named; long values are cut.
+    Reads "loads.target.rules[0].split.dim is 0 on rank 0 and 1 on rank 2"; `who` names the sides. Order is that of `a`,
+    then what only `b` has. Of long lists the first item that differs is named; long values are cut.
     """
     difference = next(_differences((), a, b), None)
     if difference is None:
@@ -61,7 +63,7 @@ def describe_config_difference(a: Mapping[str, object], b: Mapping[str, object])
         items = enumerate(zip_longest(left, right, fillvalue=_NOT_SET))
         number, (left, right) = next((number, pair) for number, pair in items if pair[0] != pair[1])
         path = (*path, number)
-    return f"{format_key_path(path)} is {_cut(_shown(left))} and {_cut(_shown(right))}"
+    return f"{format_key_path(path)} is {_cut(_shown(left))} on {who[0]} and {_cut(_shown(right))} on {who[1]}"
 
 
 _NOT_SET = object()

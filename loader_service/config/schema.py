@@ -8,7 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from loader_service.config import fields, sizes
+from loader_service import sizes
+from loader_service.config import fields
 from loader_service.config.conflicts import RulePart, mesh_conflicts, missing_checkpoints, rule_parts
 from loader_service.config.fields import did_you_mean, found, refuse
 from loader_service.config.loads import CheckpointConfig, LoadConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from loader_service.config import fields
 from loader_service.config.conflicts import RulePart, mesh_conflicts, missing_checkpoints
-from loader_service.config.fields import UNREADABLE, KeyPath, Problem, did_you_mean, format_key_path, found
+from loader_service.config.fields import UNREADABLE, KeyPath, Problem, closest, did_you_mean, format_key_path, found
 from loader_service.config.rules import AssignRule, SplitRule
 from loader_service.config.schema import ServiceConfig
 from loader_service.config.values import Document
@@ -32,14 +32,17 @@ def validate(document: Document, *, base_dir: str, file: str | None = None) -> S
         if not problems:
             return config
     except ValidationError as error:
+        lines = error.errors(include_url=False)
+        meant = {path for line in lines if (path := _meant(line)) is not None}
         problems += [
             _translated(line)
-            for line in error.errors(include_url=False)
-            if line["input"] is not UNREADABLE or line["type"] == "extra_forbidden"
+            for line in lines
+            if (line["input"] is not UNREADABLE or line["type"] == "extra_forbidden")
+            and not (line["type"] == "missing" and line["loc"] in meant)
         ]
         # Pydantic compares parts only once all of them are valid. People want to hear of these conflicts at once.
         known = {(problem.path, problem.message) for problem in problems}
-        problems += [p for p in _conflicts_of_valid_parts(document.data) if (p.path, p.message) not in known]
+        problems += [p for p in _conflicts_of_valid_parts(document.data, meant) if (p.path, p.message) not in known]
     raise ConfigError(_message(problems, document.lines, file), path=file)
 
 
@@ -75,6 +78,16 @@ def _translated(line: ErrorDetails) -> Problem:
         keys = f" with keys of {', '.join(model.model_fields)}" if model is not None else ""
         return Problem(path, f"must be a mapping{keys}, {found(value)}")
     return Problem(path, line["msg"])
+
+
+def _meant(line: ErrorDetails) -> KeyPath | None:
+    """The key beside an unknown one that it probably is, misspelt: that one is then not missing."""
+    if line["type"] != "extra_forbidden":
+        return None
+    *parent, key = line["loc"]
+    model = _model_at(tuple(parent))
+    meant = closest(key, model.model_fields) if model is not None else None
+    return None if meant is None else (*parent, meant)
 
 
 def _unknown_key(path: KeyPath) -> str:
@@ -125,17 +138,22 @@ def _model_at(path: KeyPath) -> type[BaseModel] | None:
     return model
 
 
-def _conflicts_of_valid_parts(data: object) -> list[Problem]:
+def _conflicts_of_valid_parts(data: object, meant: Set[KeyPath]) -> list[Problem]:
     """Conflicts between the mesh and what is valid of the rules, and loads without a checkpoint.
 
-    Where the top has an unknown key, that may be a misspelt `mesh` or `checkpoint`: nothing is said to be missing then.
+    `meant` are keys that others, misspelt, stand for: they are there. Where the top has an unknown key, that may be a
+    misspelt `mesh` or `checkpoint`: nothing is said to be missing then.
     """
     top = _mapping(data)
     misspelt = any(key not in ServiceConfig.model_fields for key in top)
     loads = {name: load for name, load in _mapping(top.get("loads")).items() if isinstance(load, dict)}
     problems: list[Problem] = []
     if "checkpoint" not in top and not misspelt:
-        problems += missing_checkpoints(name for name, load in loads.items() if "checkpoint" not in load)
+        problems += missing_checkpoints(
+            name
+            for name, load in loads.items()
+            if "checkpoint" not in load and ("loads", name, "checkpoint") not in meant
+        )
     if "mesh" in top or not misspelt:
         try:
             mesh = fields.mesh_sizes(top["mesh"]) if "mesh" in top else None

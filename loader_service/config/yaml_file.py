@@ -14,6 +14,7 @@ from loader_service.config.validate import validate
 from loader_service.config.values import read_dictionary
 from loader_service.config.yaml_nodes import read_yaml
 from loader_service.errors import ConfigError
+from loader_service.sizes import format_size
 
 MAX_FILE_BYTES = 4 << 20
 """No configuration is larger; a checkpoint given by mistake is not read into memory."""
@@ -57,7 +58,7 @@ def config_from_dict(data: dict[str, object], base_dir: str | os.PathLike[str] =
 
 def _parse(raw: bytes, file: str, absolute: str) -> ServiceConfig:
     if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{file}: is larger than {MAX_FILE_BYTES} bytes; is it a configuration?", path=file)
+        raise ConfigError(f"{file}: is larger than {format_size(MAX_FILE_BYTES)}; is it a configuration?", path=file)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:

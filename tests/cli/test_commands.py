@@ -41,6 +41,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def said(err: str) -> list[str]:
+    """The lines on stderr that are not of the log."""
+    return [line for line in err.splitlines() if not re.match(r"\d{4}-\d\d-\d\d .* (INFO|WARNING) ", line)]
+
+
 def document(capsys: Capture) -> dict[str, Any]:
     """What was printed on stdout, which must be one JSON document and nothing else."""
     loaded: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -99,7 +104,7 @@ class TestInspect:
         assert app.run(["inspect", str(checkpoint), "--tensors"]) == 0
         out = capsys.readouterr().out
         assert "a.safetensors" in out
-        assert "8 tensors, 176B (176 bytes) of payload in 2 files" in out
+        assert "8 tensors, 176 bytes of payload in 2 files" in out
         assert "[4, 7]" in out
 
 
@@ -112,8 +117,9 @@ class TestPlan:
         plan = document(capsys)
         assert {"load", "world_size", "catalog_digest", "plan_digest", "ranks"} <= plan.keys()
         assert (plan["load"], plan["world_size"]) == ("all", 2)
+        assert set(plan["host_memory"].values()) == {0}
         for number, rank in enumerate(plan["ranks"]):
-            assert rank.keys() == {"rank", "payload_bytes", "read_bytes", "reads", "files"}
+            assert rank.keys() == {"rank", "payload_bytes", "read_bytes", "reads", "files", "tables"}
             ranges = [span for file in rank["files"] for span in file["ranges"]]
             assert rank["rank"] == number
             assert sum(stop - start for start, stop in ranges) == rank["read_bytes"] >= rank["payload_bytes"]
@@ -242,7 +248,7 @@ class TestFailures:
         printed = capsys.readouterr()
         record = json.loads(printed.out)
         assert record.keys() == {"error", "message", "rank", "phase", "path", "tensor", "errno"}
-        lines = [line for line in printed.err.splitlines() if " WARNING " not in line]
+        lines = said(printed.err)
         assert len(lines) == 1, lines
         assert "Traceback" not in printed.err
         assert app.run(args) == code
@@ -412,8 +418,7 @@ def test_a_stdout_that_is_full_is_one_line_and_code_1(
     args = [command, str(config), "--load", "all"] if command != "inspect" else [command, str(checkpoint)]
     monkeypatch.setattr("sys.stdout", FullDisk())
     assert app.run([*args, *json_option]) == 1
-    lines = [line for line in capsys.readouterr().err.splitlines() if " WARNING " not in line]
-    assert lines == ["loader-service: stdout cannot be written: No space left on device"]
+    assert said(capsys.readouterr().err) == ["loader-service: stdout cannot be written: No space left on device"]
 
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "</dev/null >&-"])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import loader_service as ls
-from loader_service.cli import app, demo
+from loader_service.cli import app, demo, demo_checkpoint
 from loader_service.cli.plans import plan_of
 from loader_service.errors import FailureRecord
+from loader_service.sizes import format_size
 from tests.cli.support import ROOT
+from tests.docs.documents import blocks
 
 SIZE = "4MiB"
 
@@ -41,13 +46,11 @@ class FakeRanks:
         self.launched: list[tuple[str, ...]] = []
         self._changed = changed
 
-    def __call__(self, module_and_args: Sequence[str]) -> dict[str, object]:
-        self.launched.append(tuple(module_and_args))
-        if module_and_args[0] == "loader_service":
-            load = module_and_args[module_and_args.index("--load") + 1]
-            return {"ranks": documents_of(Path(module_and_args[2]), load, **self._changed)}
-        times = {"payload_bytes": 1 << 20, "loader_s": 0.25, "safetensors_s": 0.5}
-        return {"ranks": [{"rank": rank, "loads": {"target": times, "draft": times}} for rank in range(demo.RANKS)]}
+    def __call__(self, args: Sequence[str]) -> dict[str, object]:
+        self.launched.append(tuple(args))
+        command, config_path, option, load, *_ = args
+        assert (command, option) == ("load", "--load")
+        return {"ranks": documents_of(Path(config_path), load, **self._changed)}
 
 
 def test_the_ranks_compare_every_byte_of_both_loads(
@@ -57,9 +60,8 @@ def test_the_ranks_compare_every_byte_of_both_loads(
     monkeypatch.setattr(demo, "_launch", ranks)
     assert app.run(["demo", "--folder", str(tmp_path), "--size", SIZE, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    commands = [command for command in ranks.launched if command[0] == "loader_service"]
-    assert [command[4] for command in commands] == ["target", "draft"]
-    assert all("--verify" in command for command in commands)
+    assert [command[3] for command in ranks.launched] == ["target", "draft"]
+    assert all("--verify" in command for command in ranks.launched)
     assert found["checkpoint"]["payload_bytes"] <= 4 << 20
     assert {load: [rank["verified"] for rank in part["ranks"]] for load, part in found["loads"].items()} == {
         "target": [True, True],
@@ -67,11 +69,10 @@ def test_the_ranks_compare_every_byte_of_both_loads(
     }
     draft_files = {rank["files_opened"] for rank in found["loads"]["draft"]["ranks"]}
     assert draft_files == {2}  # of five: those that hold stages 0 and 1
-    assert found["loads"]["target"]["loader"]["seconds"] == [0.25, 0.25]
     assert ls.load_config(found["config"]).mesh == {"tp": 2}
 
 
-def test_the_table_shows_loads_ranks_and_both_speeds(
+def test_the_table_shows_what_each_rank_read_for_what_it_got_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "_launch", FakeRanks())
@@ -79,9 +80,36 @@ def test_the_table_shows_loads_ranks_and_both_speeds(
     out = capsys.readouterr().out
     assert out.count("2 of 5") == 2
     assert "draft rank 1" in out
+    plan = plan_of(ls.load_config(tmp_path / "demo.yaml"), "draft", demo.RANKS).for_rank(1)
+    assert re.search(
+        rf"draft +1 +{len(plan)} +{format_size(plan.payload_bytes)} +{format_size(plan.read_bytes)} +\d+\.\d % .* yes",
+        out,
+    )
+    by_hand = out.split("Again by hand: ")[1].split()[0]
+    assert shutil.which(by_hand), "it can be copied into a shell, whatever environment is active"
+    assert "GiB/s" not in out
+    assert "seconds" not in out
     assert "mtp.0.eh_proj.weight" in out
     again = app.run(["demo", "--folder", str(tmp_path), "--size", SIZE])  # the checkpoint is found, not made
     assert again == 0
+
+
+def test_the_readme_shows_what_the_demo_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def zeros(tensor: demo_checkpoint.DemoTensor, _seed: int) -> torch.Tensor:
+        return (
+            torch.zeros(tensor.nbytes, dtype=torch.uint8).view(demo_checkpoint._CODES[tensor.dtype]).view(tensor.shape)
+        )
+
+    monkeypatch.setattr(demo, "_launch", FakeRanks())
+    monkeypatch.setattr(demo_checkpoint, "_content", zeros)
+    assert app.run(["demo", "--folder", str(tmp_path)]) == 0
+    shutil.rmtree(tmp_path)  # 300 MiB
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    (shown,) = (block for block in blocks("README.md", "text") if "every byte equal" in block.text)
+    for line in shown.text.splitlines():
+        assert line.strip() in printed
 
 
 @pytest.mark.parametrize("changed", [{"read_bytes": 1}, {"verified": None}, {"tensors": 0}], ids=str)
@@ -114,7 +142,7 @@ def test_what_the_ranks_say_of_their_failure_is_the_demo_s(
     launcher.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(launcher))
     with pytest.raises(error, match=says.replace("|", r"\|")):
-        demo._launch(["loader_service"])
+        demo._launch(["load"])
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +152,7 @@ def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.executable", str(launcher))
     monkeypatch.setattr(demo, "LIMIT_S", 0.2)
     with pytest.raises(ls.LoaderError, match="did not end within"):
-        demo._launch(["loader_service"])
+        demo._launch(["load"])
 
 
 def test_the_repository_s_demo_configuration_has_the_same_loads(tmp_path: Path) -> None:

@@ -46,15 +46,44 @@ class TestLines:
         lines = progress.progress_of("target", shown=True)
         lines.begin(4 << 30)
         lines.advance(1 << 30)
+        lines.tensor_done()
         lines.tick()
         assert caplog.messages == []
         now_s[0] += progress.LINE_EVERY_S
         lines.tick()
         lines.tick()
-        assert caplog.messages == ["load 'target': 1GiB of 4GiB in 1 tensors, 0.20 GiB/s"]
+        assert caplog.messages == ["load 'target': 1.00 GiB of 4.00 GiB, 1 tensors, 0.20 GiB/s"]
         now_s[0] += progress.LINE_EVERY_S
         lines.tick()
         assert len(caplog.messages) == 2
+
+    def test_rows_of_a_table_are_named_and_their_pieces_are_no_tensors(
+        self, now_s: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        lines = progress.progress_of("target", shown=True)
+        lines.begin(4 << 30)
+        lines.rows_of("t.embed")
+        for _ in range(3):
+            lines.advance(64 << 20)
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        lines.tensor_done()
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        assert caplog.messages == [
+            "load 'target': 192.00 MiB of 4.00 GiB, 0 tensors, 0.04 GiB/s; reading rows of 't.embed'",
+            "load 'target': 192.00 MiB of 4.00 GiB, 1 tensors, 0.02 GiB/s",
+        ]
+
+    def test_before_the_load_is_planned_a_line_says_what_it_is_at(
+        self, now_s: list[float], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        lines = progress.progress_of("target", shown=True)
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        assert caplog.messages == ["load 'target': reading headers, or waiting for other ranks"]
 
     def test_other_ranks_say_nothing(self, now_s: list[float], caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "loader_service")

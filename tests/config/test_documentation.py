@@ -25,8 +25,8 @@ from loader_service.config.schema import (
     SplitRule,
     StagingConfig,
 )
-from loader_service.config.sizes import format_size
 from loader_service.config.yaml_file import config_from_dict
+from tests.support.sizes import written_size
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
 MODELS: dict[str, type[BaseModel]] = {
@@ -57,7 +57,7 @@ def _default(name: str, field: FieldInfo) -> str:
     if isinstance(field.default, bool):
         return f"`{str(field.default).lower()}`"
     if name.endswith("_bytes") and isinstance(field.default, int):
-        return f"`{format_size(field.default)}`"
+        return f"`{written_size(field.default)}`"
     return f"`{field.default:g}`" if isinstance(field.default, float) else f"`{field.default}`"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loader_service.config.schema import ServiceConfig
-from loader_service.config.yaml_file import MAX_FILE_BYTES, aload_config, config_from_dict, load_config
+from loader_service.config.yaml_file import aload_config, config_from_dict, load_config
 from loader_service.errors import ConfigError
 from tests.config.making import minimal, write
 
@@ -147,7 +147,7 @@ async def test_a_file_too_large_for_a_configuration_is_not_read_whole(tmp_path: 
     with file.open("wb") as stream:
         stream.truncate(1 << 40)  # sparse: reading all of it would take minutes and all memory
     error = await _refused(file)
-    assert str(error) == f"{file}: is larger than {MAX_FILE_BYTES} bytes; is it a configuration?"
+    assert str(error) == f"{file}: is larger than 4.00 MiB; is it a configuration?"
 
 
 async def test_a_zero_byte_in_the_files_own_path_is_refused() -> None:

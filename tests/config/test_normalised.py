@@ -57,24 +57,42 @@ RULES = ("loads", "target", "rules")
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        (_set("checkpoint", "index", "ignore"), 'checkpoint.index is "advisory" and "ignore"'),
-        (_set("mesh", {"tp": 4, "pp": 2}), 'mesh is [["pp", 2], ["tp", 4]] and [["tp", 4], ["pp", 2]]'),
-        (_set("mesh", {"tp": 4}), 'mesh is [["pp", 2], ["tp", 4]] and [["tp", 4]]'),
-        (_set("loads", "target", "skip", []), 'loads.target.skip is ["mtp.*"] and []'),
-        (_set("loads", "target", "on_no_match", "read_all"), 'loads.target.on_no_match is "error" and "read_all"'),
-        (_set("loads", "target", "raw_dtypes", True), "loads.target.raw_dtypes is false and true"),
-        (_set("loads", "target", "key_prefixes", ["a"]), 'loads.target.key_prefixes is not set and ["a."]'),
-        (_set(*RULES, 0, "match", "*"), 'loads.target.rules[0].match is "*.experts.*" and "*"'),
+        (_set("checkpoint", "index", "ignore"), 'checkpoint.index is "advisory" on one rank and "ignore" on another'),
+        (
+            _set("mesh", {"tp": 4, "pp": 2}),
+            'mesh is [["pp", 2], ["tp", 4]] on one rank and [["tp", 4], ["pp", 2]] on another',
+        ),
+        (_set("mesh", {"tp": 4}), 'mesh is [["pp", 2], ["tp", 4]] on one rank and [["tp", 4]] on another'),
+        (_set("loads", "target", "skip", []), 'loads.target.skip is ["mtp.*"] on one rank and [] on another'),
+        (
+            _set("loads", "target", "on_no_match", "read_all"),
+            'loads.target.on_no_match is "error" on one rank and "read_all" on another',
+        ),
+        (
+            _set("loads", "target", "raw_dtypes", True),
+            "loads.target.raw_dtypes is false on one rank and true on another",
+        ),
+        (
+            _set("loads", "target", "key_prefixes", ["a"]),
+            'loads.target.key_prefixes is not set on one rank and ["a."] on another',
+        ),
+        (_set(*RULES, 0, "match", "*"), 'loads.target.rules[0].match is "*.experts.*" on one rank and "*" on another'),
         (
             _set(*RULES, 0, "assign", "how", "round_robin"),
-            'loads.target.rules[0].assign.how is "block" and "round_robin"',
+            'loads.target.rules[0].assign.how is "block" on one rank and "round_robin" on another',
         ),
-        (_set(*RULES, 0, "assign", "count", 8), "loads.target.rules[0].assign.count is not set and 8"),
-        (_set(*RULES, 1, "split", "dim", 1), "loads.target.rules[1].split.dim is 0 and 1"),
-        (_set(*RULES, 1, "split", "units", [8, 8]), "loads.target.rules[1].split.units is [8, 4] and [8, 8]"),
+        (
+            _set(*RULES, 0, "assign", "count", 8),
+            "loads.target.rules[0].assign.count is not set on one rank and 8 on another",
+        ),
+        (_set(*RULES, 1, "split", "dim", 1), "loads.target.rules[1].split.dim is 0 on one rank and 1 on another"),
+        (
+            _set(*RULES, 1, "split", "units", [8, 8]),
+            "loads.target.rules[1].split.units is [8, 4] on one rank and [8, 8] on another",
+        ),
         (_set("loads", "target", "rules", base()["loads"]["target"]["rules"][:1]), "rules[1] is {"),  # type: ignore[index]
-        (_set("reads", "coalesce_gap_bytes", 0), "reads.coalesce_gap_bytes is 262144 and 0"),
-        (_set("reads", "sharing", "none"), 'reads.sharing is "auto" and "none"'),
+        (_set("reads", "coalesce_gap_bytes", 0), "reads.coalesce_gap_bytes is 262144 on one rank and 0 on another"),
+        (_set("reads", "sharing", "none"), 'reads.sharing is "auto" on one rank and "none" on another'),
     ],
     ids=lambda value: value.split(" ")[0] if isinstance(value, str) else None,
 )
@@ -125,9 +143,9 @@ def test_the_result_goes_through_json_unchanged() -> None:
 
 def test_differences_are_found_from_either_side() -> None:
     more, less = {"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}
-    assert describe_config_difference(more, less) == "a.c is 2 and not set"
-    assert describe_config_difference(less, more) == "a.c is not set and 2"
-    assert describe_config_difference({"a": True}, {"a": 1}) == "a is true and 1"
+    assert describe_config_difference(more, less) == "a.c is 2 on one rank and not set on another"
+    assert describe_config_difference(less, more) == "a.c is not set on one rank and 2 on another"
+    assert describe_config_difference({"a": True}, {"a": 1}) == "a is true on one rank and 1 on another"
 
 
 def test_an_unknown_load_has_no_normal_form() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loader_service.config.sizes import GRAMMAR, MAX_BYTES, UNITS, format_size, parse_size
 from loader_service.errors import ConfigError
+from loader_service.sizes import GRAMMAR, MAX_BYTES, UNITS, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_what_is_no_size_is_refused_with_the_grammar(written: object) -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
     [
-        (0, "0B"),
-        (1023, "1023B"),
-        (1024, "1KiB"),
-        (1536, "1.5KiB"),
-        (16 << 20, "16MiB"),
-        (10**9, "953.67MiB"),
-        (3 << 30, "3GiB"),
-        (5 << 40, "5TiB"),
-        (5000 << 40, "5000TiB"),
-        (-1536, "-1.5KiB"),
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1536, "1536 bytes"),
+        ((1 << 20) - 1, "1048575 bytes"),
+        (1 << 20, "1.00 MiB"),
+        (10**9, "953.67 MiB"),
+        (3 << 30, "3.00 GiB"),
+        (5 << 40, "5120.00 GiB"),
+        (-1536, "-1536 bytes"),
+        (-(3 << 29), "-1.50 GiB"),
     ],
 )
-def test_sizes_are_printed_in_the_largest_binary_unit_that_fits(size_bytes: int, text: str) -> None:
+def test_sizes_are_printed_for_people(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
 
 
@@ -128,11 +128,3 @@ def test_a_decimal_is_accepted_exactly_where_whole_bytes_result(unit: str, whole
             parse_size(text)
     else:
         assert parse_size(text) == numerator // 10**places
-
-
-@given(st.integers(0, 1 << 45))
-def test_a_printed_size_reads_back_within_its_rounding(size_bytes: int) -> None:
-    number, unit = re.fullmatch(r"([0-9.]+)([A-Za-z]+)", format_size(size_bytes)).groups()  # type: ignore[union-attr]
-    assert abs(float(number) * UNITS[unit] - size_bytes) <= 0.00501 * UNITS[unit]
-    if size_bytes % (UNITS[unit] // 4 or 1) == 0:
-        assert parse_size(format_size(size_bytes)) == size_bytes

@@ -143,6 +143,38 @@ def test_a_misspelt_mesh_or_checkpoint_does_not_make_everything_else_wrong(tmp_p
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("checkpoint: {path: /m}\nlods: {t: {}}\n", ["2: lods: is an unknown key; did you mean 'loads'?"]),
+        (
+            "checkpoint: {pth: /m}\nloads: {t: {}}\n",
+            ["1: checkpoint.pth: is an unknown key; did you mean 'path'?"],
+        ),
+        (
+            "loads:\n  t:\n    chekpoint: {path: /m}\n",
+            ["3: loads.t.chekpoint: is an unknown key; did you mean 'checkpoint'?"],
+        ),
+        (
+            "checkpoint: {path: /m}\nloads:\n  t:\n    rules:\n      - {mach: '*', assign: {axs: tp, to: all}}\n",
+            [
+                "5: loads.t.rules[0].assign.axs: is an unknown key; did you mean 'axis'?",
+                "5: loads.t.rules[0].mach: is an unknown key; did you mean 'match'?",
+            ],
+        ),
+    ],
+    ids=["loads", "path", "a load's own checkpoint", "in a rule"],
+)
+def test_a_misspelt_key_is_not_missing_too(tmp_path: Path, text: str, expected: list[str]) -> None:
+    assert file_problems(tmp_path, text) == expected
+
+
+def test_a_key_that_nothing_stands_for_is_missing_beside_one_that_is_misspelt(tmp_path: Path) -> None:
+    text = "checkpoint: {indx: ignore, threads: 4}\nloads: {t: {}}\n"
+    keys = [line.split(": ")[1] for line in file_problems(tmp_path, text)]
+    assert sorted(keys) == ["checkpoint.indx", "checkpoint.path", "checkpoint.threads"]
+
+
 def test_a_wrong_mesh_hides_no_other_problem_and_invents_none() -> None:
     lines = problems({**with_rules({"match": "*", "split": {"axis": "zz", "dim": 0}}), "mesh": {"tp": 0}, "cache": 5})
     assert [line.split(":")[0] for line in lines] == ["mesh.tp", "cache"]

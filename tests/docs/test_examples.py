@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import re
 import shlex
 import subprocess
 import sys
@@ -37,9 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_demo_checkpoint(folder / ".demo/checkpoint", total_bytes=CHECKPOINT_BYTES)
     (folder / ".demo/demo.yaml").write_text((ROOT / "loader_service/cli/demo.yaml").read_text())
     (folder / "checkpoint").symlink_to(folder / ".demo/checkpoint")
-    for name in ("model.yaml", "one-rank.yaml"):
-        (folder / name).write_text(yaml.safe_dump({"checkpoint": {"path": "checkpoint"}, "loads": LOADS}))
+    (folder / "model.yaml").write_text(yaml.safe_dump({"checkpoint": {"path": "checkpoint"}, "loads": LOADS}))
+    for path, text in written_files("README.md").items():
+        (folder / path).write_text(text)
     return folder
+
+
+def written_files(document: str) -> dict[str, str]:
+    """The files that a document's shell blocks write, with their contents."""
+    text = "".join(block.text for block in blocks(document, "sh"))
+    return dict(re.findall(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML$", text, re.MULTILINE | re.DOTALL))
 
 
 def compiled(block: Block, document: str) -> CodeType:
@@ -147,6 +155,13 @@ def test_a_readme_command_runs(
     monkeypatch.chdir(folder)
     assert run([*args, *more]) == 0
     assert capsys.readouterr().out
+
+
+def test_following_the_readme_leaves_nothing_in_a_clone_that_git_does_not_ignore() -> None:
+    written = written_files("README.md")
+    assert written
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert all(f"{Path(path).parts[0]}/" in ignored for path in written)
 
 
 def test_the_readme_shows_every_command() -> None:

@@ -19,6 +19,7 @@ from loader_service import errors
 from loader_service.config.schema import ServiceConfig
 from tests.docs.documents import DOCUMENTS, PACKAGE, ROOT, blocks, code_words, modules, prose, table_rows, text_of
 from tests.support.checkpoints import awkward_checkpoint
+from tests.support.sizes import written_size
 
 ARCHITECTURE = "docs/architecture.md"
 OPERATIONS = "docs/operations.md"
@@ -150,14 +151,12 @@ def stated_defaults() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "default"), sorted(set(stated_defaults())), ids=lambda value: value)
 def test_a_default_that_operations_states_is_the_schemas(key: str, default: str) -> None:
-    from loader_service.config.sizes import format_size
-
     section, name = key.split(".")
     annotation = ServiceConfig.model_fields[section].annotation
     assert isinstance(annotation, type)
     assert issubclass(annotation, BaseModel)
     value = annotation.model_fields[name].default
-    wanted = format_size(value) if name.endswith("_bytes") else f"{value:g} s" if name.endswith("_s") else str(value)
+    wanted = written_size(value) if name.endswith("_bytes") else f"{value:g} s" if name.endswith("_s") else str(value)
     assert default == wanted
 
 

@@ -46,54 +46,97 @@ LONG = [f"layers.{i}.never.there.weight" for i in range(100)]
 # with a base of its own in the last place.
 AGREED: dict[str, list[tuple[Any, ...]]] = {
     "mesh": [
-        (("mesh",), {"tp": 3, "pp": 1}, 'mesh is [["pp", 1], ["tp", 3]] and [["tp", 3], ["pp", 1]]'),
-        (("mesh",), {"tp": 3}, 'mesh is [["pp", 1], ["tp", 3]] and [["tp", 3]]'),
+        (
+            ("mesh",),
+            {"tp": 3, "pp": 1},
+            'mesh is [["pp", 1], ["tp", 3]] on rank 0 and [["tp", 3], ["pp", 1]] on rank 2',
+        ),
+        (("mesh",), {"tp": 3}, 'mesh is [["pp", 1], ["tp", 3]] on rank 0 and [["tp", 3]] on rank 2'),
     ],
-    "checkpoint.index": [(("checkpoint",), {"index": "ignore"}, 'checkpoint.index is "advisory" and "ignore"')],
+    "checkpoint.index": [
+        (("checkpoint",), {"index": "ignore"}, 'checkpoint.index is "advisory" on rank 0 and "ignore" on rank 2')
+    ],
     "loads.checkpoint.index": [
-        ((*TARGET, "checkpoint"), {"path": "/own", "index": "ignore"}, 'checkpoint.index is "advisory" and "ignore"')
+        (
+            (*TARGET, "checkpoint"),
+            {"path": "/own", "index": "ignore"},
+            'checkpoint.index is "advisory" on rank 0 and "ignore" on rank 2',
+        )
     ],
     "loads.skip": [
-        ((*TARGET, "skip"), ["mtp.1.*"], 'loads.target.skip is ["mtp.*"] and ["mtp.1.*"]'),
-        ((*TARGET, "skip"), [*LONG, "b"], 'loads.target.skip[100] is "a" and "b"', [*LONG, "a"]),
-        ((*TARGET, "skip"), LONG, 'loads.target.skip[100] is "a" and not set', [*LONG, "a"]),
+        ((*TARGET, "skip"), ["mtp.1.*"], 'loads.target.skip is ["mtp.*"] on rank 0 and ["mtp.1.*"] on rank 2'),
+        ((*TARGET, "skip"), [*LONG, "b"], 'loads.target.skip[100] is "a" on rank 0 and "b" on rank 2', [*LONG, "a"]),
+        ((*TARGET, "skip"), LONG, 'loads.target.skip[100] is "a" on rank 0 and not set on rank 2', [*LONG, "a"]),
     ],
-    "loads.key_prefixes": [((*TARGET, "key_prefixes"), ["mtp"], 'loads.target.key_prefixes is not set and ["mtp."]')],
-    "loads.on_no_match": [((*TARGET, "on_no_match"), "read_all", 'on_no_match is "error" and "read_all"')],
-    "loads.raw_dtypes": [((*TARGET, "raw_dtypes"), True, "loads.target.raw_dtypes is false and true")],
+    "loads.key_prefixes": [
+        ((*TARGET, "key_prefixes"), ["mtp"], 'loads.target.key_prefixes is not set on rank 0 and ["mtp."] on rank 2')
+    ],
+    "loads.on_no_match": [
+        ((*TARGET, "on_no_match"), "read_all", 'on_no_match is "error" on rank 0 and "read_all" on rank 2')
+    ],
+    "loads.raw_dtypes": [
+        ((*TARGET, "raw_dtypes"), True, "loads.target.raw_dtypes is false on rank 0 and true on rank 2")
+    ],
     "loads.rules.match": [
-        ((*RULES, 0, "match"), "layers.0.*", 'loads.target.rules[0].match is "layers.*" and "layers.0.*"'),
-        (RULES, [], 'loads.target.rules[0] is {"match": "layers.*", ', "and not set"),
+        (
+            (*RULES, 0, "match"),
+            "layers.0.*",
+            'loads.target.rules[0].match is "layers.*" on rank 0 and "layers.0.*" on rank 2',
+        ),
+        (RULES, [], 'loads.target.rules[0] is {"match": "layers.*", ', "on rank 0 and not set on rank 2"),
     ],
-    "loads.rules.assign.axis": [((*ASSIGN, "axis"), "pp", 'rules[1].assign.axis is ["tp"] and ["pp"]')],
+    "loads.rules.assign.axis": [
+        ((*ASSIGN, "axis"), "pp", 'rules[1].assign.axis is ["tp"] on rank 0 and ["pp"] on rank 2')
+    ],
     "loads.rules.assign.index": [
-        ((*ASSIGN, "index"), r"\.(\d+)\.", r'rules[1].assign.index is "mtp\\.(\\d+)\\." and "\\.(\\d+)\\."')
+        (
+            (*ASSIGN, "index"),
+            r"\.(\d+)\.",
+            r'rules[1].assign.index is "mtp\\.(\\d+)\\." on rank 0 and "\\.(\\d+)\\." on rank 2',
+        )
     ],
-    "loads.rules.assign.how": [((*ASSIGN, "how"), "round_robin", 'assign.how is "block" and "round_robin"')],
+    "loads.rules.assign.how": [
+        ((*ASSIGN, "how"), "round_robin", 'assign.how is "block" on rank 0 and "round_robin" on rank 2')
+    ],
     "loads.rules.assign.boundaries": [
         (
             ASSIGN,
             {**BY_CUTS, "boundaries": [0, 0, 1, 2]},
-            "rules[1].assign.boundaries is [0, 1, 2, 2] and [0, 0, 1, 2]",
+            "rules[1].assign.boundaries is [0, 1, 2, 2] on rank 0 and [0, 0, 1, 2] on rank 2",
             BY_CUTS,
         )
     ],
-    "loads.rules.assign.count": [((*ASSIGN, "count"), 4, "rules[1].assign.count is not set and 4")],
+    "loads.rules.assign.count": [((*ASSIGN, "count"), 4, "rules[1].assign.count is not set on rank 0 and 4 on rank 2")],
     "loads.rules.assign.to": [
-        (ASSIGN, {"axis": "tp", "to": "all"}, 'rules[1].assign.to is [0, -1] and "all"', {"axis": "tp", "to": [0, -1]})
+        (
+            ASSIGN,
+            {"axis": "tp", "to": "all"},
+            'rules[1].assign.to is [0, -1] on rank 0 and "all" on rank 2',
+            {"axis": "tp", "to": [0, -1]},
+        )
     ],
-    "loads.rules.split.axis": [((*SPLIT, "axis"), ["pp", "tp"], 'split.axis is ["tp"] and ["pp", "tp"]')],
-    "loads.rules.split.dim": [((*SPLIT, "dim"), 1, "loads.target.rules[0].split.dim is 0 and 1")],
-    "loads.rules.split.align": [((*SPLIT, "align"), 2, "rules[0].split.align is not set and 2")],
-    "loads.rules.split.pad_to": [((*SPLIT, "pad_to"), 3, "rules[0].split.pad_to is not set and 3")],
-    "loads.rules.split.units": [((*SPLIT, "units"), 6, "rules[0].split.units is not set and 6")],
+    "loads.rules.split.axis": [
+        ((*SPLIT, "axis"), ["pp", "tp"], 'split.axis is ["tp"] on rank 0 and ["pp", "tp"] on rank 2')
+    ],
+    "loads.rules.split.dim": [((*SPLIT, "dim"), 1, "loads.target.rules[0].split.dim is 0 on rank 0 and 1 on rank 2")],
+    "loads.rules.split.align": [((*SPLIT, "align"), 2, "rules[0].split.align is not set on rank 0 and 2 on rank 2")],
+    "loads.rules.split.pad_to": [((*SPLIT, "pad_to"), 3, "rules[0].split.pad_to is not set on rank 0 and 3 on rank 2")],
+    "loads.rules.split.units": [((*SPLIT, "units"), 6, "rules[0].split.units is not set on rank 0 and 6 on rank 2")],
     "loads.rules.split.boundaries": [
-        ((*SPLIT, "boundaries"), [0, 1, 2, 30], "rules[0].split.boundaries is not set and [0, 1, 2, 30]")
+        (
+            (*SPLIT, "boundaries"),
+            [0, 1, 2, 30],
+            "rules[0].split.boundaries is not set on rank 0 and [0, 1, 2, 30] on rank 2",
+        )
     ],
-    "loads.rules.split.sections": [((*SPLIT, "sections"), [2, 1], "rules[0].split.sections is not set and [2, 1]")],
+    "loads.rules.split.sections": [
+        ((*SPLIT, "sections"), [2, 1], "rules[0].split.sections is not set on rank 0 and [2, 1] on rank 2")
+    ],
     "loads.rules.host_resident.layout": [],  # no file may say so in this version: see below
-    "reads.coalesce_gap_bytes": [(("reads", "coalesce_gap_bytes"), 0, "reads.coalesce_gap_bytes is 262144 and 0")],
-    "reads.sharing": [(("reads", "sharing"), "none", 'reads.sharing is "auto" and "none"')],
+    "reads.coalesce_gap_bytes": [
+        (("reads", "coalesce_gap_bytes"), 0, "reads.coalesce_gap_bytes is 262144 on rank 0 and 0 on rank 2")
+    ],
+    "reads.sharing": [(("reads", "sharing"), "none", 'reads.sharing is "auto" on rank 0 and "none" on rank 2')],
     "cache.capacity_bytes": [],  # likewise
 }
 
@@ -150,7 +193,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 async def assert_named(configs: list[ServiceConfig], *words: str) -> None:
     """Three ranks, the last of which differs, stop at once: the words, and who differs."""
     seats = make_seats(3)
-    who = ["ranks 0 and 2 differ in config", "2 of 3 ranks have rank 0's, 1 of 3 ranks have rank 2's"]
+    who = ["ranks 0 and 2 differ in config", "(rank 1 agrees with rank 0)"]
     assert_disagreement(seats, await open_all(seats, configs), "config", [*words, *who])
     assert all(not seat.storage.reads for seat in seats), "not even a header was read"
 
@@ -171,11 +214,11 @@ async def test_a_difference_in_an_agreed_key_is_named(checkpoint: Checkpoint, ro
 async def test_differences_that_no_file_can_make_in_this_version_are_named_too(checkpoint: Checkpoint) -> None:
     ours = config_of(checkpoint.folder, BASE)
     cached = ours.model_copy(update={"cache": CacheConfig.model_construct(capacity_bytes=1)})
-    await assert_named([ours, ours, cached], "cache.on is false and true")
+    await assert_named([ours, ours, cached], "cache.on is false on rank 0 and true on rank 2")
     load = ours.loads["target"]
     resident = load.rules[0].model_copy(update={"host_resident": HostResidentRule(layout="shared")})
     theirs = ours.model_copy(update={"loads": {"target": load.model_copy(update={"rules": (resident, load.rules[1])})}})
-    words = 'loads.target.rules[0].host_resident is not set and {"layout": "shared"}'
+    words = 'loads.target.rules[0].host_resident is not set on rank 0 and {"layout": "shared"} on rank 2'
     await assert_named([ours, ours, theirs], words)
 
 
@@ -184,7 +227,9 @@ async def test_a_long_value_is_cut(checkpoint: Checkpoint) -> None:
     ours, theirs = (
         config_of(checkpoint.folder, changed(BASE, *RULES, 0, "match", value=f"layers.*{name}")) for name in names
     )
-    await assert_named([ours, ours, theirs], 'rules[0].match is "layers.*xxx', '... (5010 characters) and "layers.*yyy')
+    await assert_named(
+        [ours, ours, theirs], 'rules[0].match is "layers.*xxx', '... (5010 characters) on rank 0 and "layers.*yyy'
+    )
 
 
 @pytest.mark.parametrize("who", [0, 2], ids=["leader", "member"])

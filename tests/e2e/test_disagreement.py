@@ -98,14 +98,14 @@ async def test_the_leader_may_be_the_one_that_differs(checkpoint: Checkpoint) ->
     base = config_of(checkpoint.folder, BASE)
     other = config_of(checkpoint.folder, changed(BASE, *SPLIT, "dim", value=1))
     seats = make_seats(3)
-    words = ["ranks 1 and 0 differ", "split.dim is 0 and 1", "2 of 3 ranks have rank 1's"]
+    words = ["ranks 1 and 0 differ", "split.dim is 0 on rank 1 and 1 on rank 0", "(rank 2 agrees with rank 1)"]
     assert_disagreement(seats, await open_all(seats, [other, base, base]), "config", words)
 
 
 async def test_ranks_that_open_different_loads_stop(checkpoint: Checkpoint) -> None:
     seats = make_seats(3)
     results = await open_all(seats, [config_of(checkpoint.folder, BASE)] * 3, loads=["target", "draft", "target"])
-    assert_disagreement(seats, results, "config", ['load is "target" and "draft"', "ranks 0 and 1"])
+    assert_disagreement(seats, results, "config", ['load is "target" on rank 0 and "draft" on rank 1', "ranks 0 and 1"])
 
 
 async def test_coords_on_some_ranks_only_stop_all(checkpoint: Checkpoint) -> None:
@@ -115,7 +115,7 @@ async def test_coords_on_some_ranks_only_stop_all(checkpoint: Checkpoint) -> Non
         [config_of(checkpoint.folder, BASE)] * 3,
         coords=[{"pp": 0, "tp": 0}, None, {"pp": 0, "tp": 1}],
     )
-    assert_disagreement(seats, results, "config", ["coords is", "given", "not set", "1 of 3 ranks have rank 1's"])
+    assert_disagreement(seats, results, "config", ['coords is "given" on rank 0 and not set on rank 1'])
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
@@ -171,25 +171,23 @@ def renamed_shard(folder: Path) -> None:
 
 
 CHECKPOINTS = [
+    pytest.param(extra_shard, ["'c.safetensors' is on rank 2 and not on rank 0 (2 and 3 in all)"], id="one more file"),
     pytest.param(
-        extra_shard, ["'c.safetensors' is on the second and not on the first (2 and 3 in all)"], id="one more file"
-    ),
-    pytest.param(
-        missing_shard, ["'b.safetensors' is on the first and not on the second (2 and 1 in all)"], id="one file less"
+        missing_shard, ["'b.safetensors' is on rank 0 and not on rank 2 (2 and 1 in all)"], id="one file less"
     ),
     pytest.param(
         renamed_shard,
-        ["'b.safetensors' is on the first and not on the second, which has 'model.safetensors' of the same size"],
+        ["'b.safetensors' is on rank 0 and not on rank 2, which has 'model.safetensors' of the same size"],
         id="one file renamed",
     ),
     pytest.param(
         other_payload_size,
-        ["shard 'b.safetensors': size in bytes is ", " on the first and ", " on the second"],
+        ["shard 'b.safetensors': size in bytes is ", " on rank 0 and ", " on rank 2"],
         id="size",
     ),
     pytest.param(
         other_dtype,
-        ["'a.safetensors'", "'layers.0.w'", "dtype is F32 on the first and I32 on the second"],
+        ["'a.safetensors'", "'layers.0.w'", "dtype is F32 on rank 0 and I32 on rank 2"],
         id="dtype, same size",
     ),
     pytest.param(
@@ -214,7 +212,9 @@ async def test_different_checkpoints_stop_all_ranks_before_any_payload(
     change(folder)
     seats = make_seats(3)
     results = await open_all(seats, [base, base, config_of(folder, BASE)])
-    assert_disagreement(seats, results, "catalog", [*words, "ranks 0 and 2 differ in catalog", "2 of 3 ranks"])
+    assert_disagreement(
+        seats, results, "catalog", [*words, "ranks 0 and 2 differ in catalog", "(rank 1 agrees with rank 0)"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,14 @@ async def test_different_checkpoints_stop_all_ranks_before_any_payload(
     [
         pytest.param(
             False,
-            "shard 'x.safetensors' is on the first and not on the second, which has 'y.safetensors' of the same size "
-            "and header (1 and 1 in all); it is missing there, or the second's index file leaves it out",
+            "shard 'x.safetensors' is on rank 0 and not on rank 1, which has 'y.safetensors' of the same size "
+            "and header (1 and 1 in all); it is missing there, or rank 1's index file leaves it out",
             id="between whole files",
         ),
         pytest.param(
             True,
             "their index files choose otherwise between copies in shard 'x.safetensors' and elsewhere: "
-            "tensor 'w' is on the first and not on the second",
+            "tensor 'w' is on rank 0 and not on rank 1",
             id="between copies of one tensor",
         ),
     ],
@@ -284,7 +284,7 @@ async def test_only_the_two_ranks_that_are_named_send_their_bodies(
     document = {**BASE, "mesh": {"pp": 1, "tp": 8}}
     configs = [config_of(folder if rank in (5, 6) else checkpoint.folder, document) for rank in range(8)]
     seats = make_seats(8)
-    words = ["ranks 0 and 5 differ", "6 of 8 ranks have rank 0's, 2 of 8 ranks have rank 5's"]
+    words = ["ranks 0 and 5 differ", "(ranks 1, 2, 3, 4 and 7 agree with rank 0, rank 6 agrees with rank 5)"]
     assert_disagreement(seats, await open_all(seats, configs), "catalog", words)
     assert sorted(rank for rank, _ in sent) == [0, 0, 5, 5], "the shards, then the tensors of one shard"
 
@@ -306,7 +306,7 @@ async def test_one_tensor_of_100_000_in_1_000_shards_is_named(tmp_path: Path, mo
     results = await open_all(make_seats(2), [config_of(folder, {"loads": {"target": {}}}) for folder in folders])
     words = (
         "the headers of shard 'model-01000-of-01000.safetensors' differ: "
-        "tensor 'm1000.layers.99.mlp.experts.99.down_proj.weight': dtype is F32 on the first and I32 on the second"
+        "tensor 'm1000.layers.99.mlp.experts.99.down_proj.weight': dtype is F32 on rank 0 and I32 on rank 1"
     )
     assert all(words in str(error) for error in errors(results))
     assert len(sent) == 4

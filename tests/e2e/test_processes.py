@@ -117,7 +117,7 @@ def test_a_process_that_differs_stops_all(checkpoint: Checkpoint) -> None:
         assert failure_of(outcome)[:4] == ("AgreementError", "AgreementError", 2, "config")
         assert outcome.error is not None
         assert "ranks 0 and 2 differ in config" in outcome.error.message
-        assert "split.dim is 0 and 1 (3 of 4 ranks have rank 0's" in outcome.error.message
+        assert "split.dim is 0 on rank 0 and 1 on rank 2 (ranks 1 and 3 agree with rank 0)" in outcome.error.message
 
 
 # One dies or is interrupted ------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_different_versions_are_named_on_every_rank(tmp_path: Path, what: str, w
         messages.add(outcome.error.message)
     (message,) = messages
     if what == "planner":
-        assert "ranks 0 and 1 differ in config: they run versions 1 and 7 of the planner" in message
+        assert "ranks 0 and 1 differ in config: the planner has version 1 on rank 0 and 7 on rank 1" in message
         assert "install the same version of the loader on all ranks" in message
     else:
         assert " cannot be read: " in message

@@ -1,4 +1,4 @@
-"""The one size grammar: how a number of bytes is written in YAML and on the command line, and how it is printed."""
+"""Numbers of bytes: the one grammar in which people write them (YAML, command line), and how people read them."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Bytes for people, in the largest binary unit that fits: "512B", "16MiB", "1.46GiB" (rounded to two decimals).
+    """Bytes for people: "1.46 GiB", "16.00 MiB", below 1 MiB "4096 bytes". JSON, exact ranges and comparisons have the
+    number itself instead."""
+    for unit in ("GiB", "MiB"):
+        if abs(size_bytes) >= UNITS[unit]:
+            return f"{size_bytes / UNITS[unit]:.2f} {unit}"
+    return f"{size_bytes} byte" if abs(size_bytes) == 1 else f"{size_bytes} bytes"
 
-    What needs no rounding reads back with `parse_size` to the same number. Negative numbers keep their sign.
-    """
-    if size_bytes < 0:
-        return "-" + format_size(-size_bytes)
-    unit = next((name for name in ("TiB", "GiB", "MiB", "KiB") if size_bytes >= UNITS[name]), "B")
-    number = f"{size_bytes / UNITS[unit]:.2f}".rstrip("0").rstrip(".")
-    return f"{number}{unit}"
+
+def format_rate(bytes_per_s: float) -> str:
+    """Speeds for people, all in one unit: "0.45 GiB/s"."""
+    return f"{bytes_per_s / UNITS['GiB']:.2f} GiB/s"
