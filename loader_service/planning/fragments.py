@@ -89,6 +89,7 @@ class PartGeometry:
         self.nbytes = math.prod(self.shape) * itemsize
         self._strides = _row_major_strides(full_shape, itemsize)
         self._views: dict[int, tuple[View, ...]] = {}
+        self.views_of_ranges: dict[tuple[int, int], tuple[View, ...]] = {}  # filled by `boxes.views_within`
         if self.nbytes == 0:
             self.start = self.stop = self.dst = np.empty(0, dtype=np.int64)
             return

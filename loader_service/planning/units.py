@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from loader_service.planning.fragments import View, subdivide
+from loader_service.planning.images import BLOCK_BYTES, Image, block_ceil
 from loader_service.planning.plan import RankPlan
-
-ALIGNMENT_BYTES = 64  # of tensors within shared memory: a cache line, and a multiple of every element's size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class TensorUnit:
 class Placed:
     """A contiguous file range [start, stop) of one fragment, at `slot_offset` of its unit's staging slot.
 
-    The `gap_bytes` of the file just before it belong to the same extent, are read, and are thrown away.
     A zero-size tensor is a Placed without bytes (`fragment` -1).
     """
 
@@ -40,9 +38,18 @@ class Placed:
     fragment: int
     start: int
     stop: int
-    gap_bytes: int
     slot_offset: int
     views: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """What lies in one staging slot, and the images that fill it, in plan order; none if all of it is empty, or if the
+    slot is a block that ranks of a node share, whose number is `block`."""
+
+    placed: list[Placed] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    block: int | None = None
 
 
 def tensor_units(nbytes: np.ndarray, *, unit_bytes: int, max_tensors: int) -> Iterator[TensorUnit]:
@@ -57,48 +64,92 @@ def tensor_units(nbytes: np.ndarray, *, unit_bytes: int, max_tensors: int) -> It
         yield TensorUnit(first, len(nbytes), held)
 
 
-def gaps_before(plan: RankPlan) -> np.ndarray:
-    """For each fragment, the bytes between it and the fragment before it in the same extent (int64[F])."""
-    gaps = np.zeros(len(plan.fragment_start), dtype=np.int64)
-    if len(gaps) > 1:
-        gaps[1:] = plan.fragment_start[1:] - plan.fragment_stop[:-1]
-        gaps[plan.extent_first_fragment[:-1]] = 0
-    return gaps
-
-
 def fragments_of_tensors(plan: RankPlan) -> np.ndarray:
     """int64[T+1]: tensor i's fragments are [result[i], result[i+1]); none for a zero-size tensor."""
     return np.searchsorted(plan.fragment_tensor, np.arange(len(plan.tensor_ids) + 1))
 
 
-def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int = sys.maxsize) -> Iterator[list[Placed]]:
-    """Everything that a rank takes, cut and packed into staging slots of `slot_bytes`, in plan order.
+def extents_of_fragments(plan: RankPlan) -> np.ndarray:
+    """int64[F]: the extent that each fragment lies in."""
+    return np.repeat(np.arange(len(plan.extent_start)), np.diff(plan.extent_first_fragment))
 
-    A tensor larger than a slot comes in several units; a slot takes at most `max_pieces` ranges of the file. Bytes keep
-    their address modulo 64 from the file, so that what lies aligned in the file lies aligned in memory.
+
+def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int = sys.maxsize) -> Iterator[SlotLayout]:
+    """Everything that a rank takes, cut and packed into staging slots of `slot_bytes` and a block, in plan order.
+
+    A tensor larger than `slot_bytes` comes in several units; a slot takes at most `max_pieces` ranges of the file. What
+    a slot has of one extent is one image, with the gaps of that extent.
     """
     bounds = fragments_of_tensors(plan).tolist()
-    reached = (plan.fragment_start - gaps_before(plan)).tolist()
-    unit: list[Placed] = []
-    used = 0
+    extents = extents_of_fragments(plan).tolist()
+    slot = SlotBuilder(plan, slot_bytes + BLOCK_BYTES)
     for tensor in range(len(plan.tensor_ids)):
         if bounds[tensor] == bounds[tensor + 1]:
-            unit.append(_empty(plan, tensor))
+            slot.layout.placed.append(empty_place(plan, tensor))
         for fragment in range(bounds[tensor], bounds[tensor + 1]):
-            before = reached[fragment]
-            for sub in subdivide(plan, fragment, slot_bytes - ALIGNMENT_BYTES):
-                offset = used + (sub.start - used) % ALIGNMENT_BYTES
-                if offset + sub.stop - sub.start > slot_bytes or len(unit) >= max_pieces:
-                    yield unit
-                    unit, offset = [], sub.start % ALIGNMENT_BYTES
-                unit.append(Placed(tensor, fragment, sub.start, sub.stop, sub.start - before, offset, sub.views))
-                used = offset + sub.stop - sub.start
-                before = sub.stop
-    if unit:
-        yield unit
+            for sub in subdivide(plan, fragment, slot_bytes):
+                if len(slot.layout.placed) >= max_pieces or not slot.takes(extents[fragment], sub.start, sub.stop):
+                    yield slot.finish()
+                offset = slot.add(extents[fragment], fragment, tensor, sub.start, sub.stop)
+                slot.layout.placed.append(Placed(tensor, fragment, sub.start, sub.stop, offset, sub.views))
+    if slot.layout.placed:
+        yield slot.finish()
 
 
-def _empty(plan: RankPlan, tensor: int) -> Placed:
+class SlotBuilder:
+    """The slot that is being laid out: what is in it, and the image that may still grow."""
+
+    def __init__(self, plan: RankPlan, nbytes: int) -> None:
+        self._plan = plan
+        self._nbytes = nbytes
+        self._begin()
+
+    def _begin(self) -> None:
+        self.layout = SlotLayout()
+        self._used = 0
+        self._extent = -1
+        self._begin_image(0, 0, 0)
+
+    def _begin_image(self, shard: int, start: int, offset: int) -> None:
+        self._shard, self._start, self._offset = shard, start, offset
+        self._stops: list[int] = []
+        self._tensors: list[int] = []
+
+    def takes(self, extent: int, start: int, stop: int) -> bool:
+        return self._place(extent, start) + stop - start <= self._nbytes
+
+    def add(self, extent: int, fragment: int, tensor: int, start: int, stop: int) -> int:
+        """Where in the slot the bytes go."""
+        offset = self._place(extent, start)
+        if extent != self._extent:
+            self._end_image()
+            self._extent = extent
+            self._begin_image(int(self._plan.fragment_shard[fragment]), start, offset)
+        self._stops.append(stop)
+        self._tensors.append(tensor)
+        self._used = offset + stop - start
+        return offset
+
+    def finish(self) -> SlotLayout:
+        """The layout; what comes next goes to another slot."""
+        self._end_image()
+        layout = self.layout
+        self._begin()
+        return layout
+
+    def _place(self, extent: int, start: int) -> int:
+        if extent == self._extent:
+            return self._offset + start - self._start
+        return block_ceil(self._used) + start % BLOCK_BYTES
+
+    def _end_image(self) -> None:
+        if self._stops:
+            of_file = (self._shard, self._start, self._stops[-1])
+            self.layout.images.append(Image(*of_file, 0, self._offset, self._stops, self._tensors))
+
+
+def empty_place(plan: RankPlan, tensor: int) -> Placed:
+    """The place of a zero-size tensor."""
     shape = plan.storage_shape(tensor)
     strides = tuple(np.cumprod((1, *shape[:0:-1]))[::-1].tolist()) if shape else ()
-    return Placed(tensor, -1, 0, 0, 0, 0, (View(0, shape, strides, ()),))
+    return Placed(tensor, -1, 0, 0, 0, (View(0, shape, strides, ()),))
