@@ -15,6 +15,7 @@ from loader_service.agreement.messages import (
     JSON,
     MAX_BODY_BYTES,
     MAX_BODY_TEXT_BYTES,
+    MAX_DEAD_RANKS,
     MAX_ENTRY_BYTES,
     MAX_PROGRESS_CHARS,
     MAX_RECORD_BYTES,
@@ -72,6 +73,7 @@ def encode_status(status: Status) -> bytes:
         "progress": status.progress[:MAX_PROGRESS_CHARS],
         "at": list(status.at),
         "failure": _failure_json(status.failure),
+        "dead": list(status.dead[:MAX_DEAD_RANKS]),
     }
     return _dump(value, MAX_STATUS_BYTES, "the status")
 
@@ -149,6 +151,12 @@ def _pair(value: object, what: str) -> tuple[int, int]:
     return _integer(value[0], what), _integer(value[1], what)
 
 
+def _ranks(value: object, what: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DEAD_RANKS:
+        raise MessageError(f"{what} is not a list of at most {MAX_DEAD_RANKS} ranks")
+    return tuple(_integer(rank, what) for rank in value)
+
+
 def _object(value: object, what: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise MessageError(f"{what} is not an object")
@@ -207,13 +215,14 @@ def decode_record(data: bytes) -> Record:
 def decode_status(data: bytes) -> Status:
     """The heartbeat that another rank sent."""
     value = _load(data, MAX_STATUS_BYTES, "the status")
-    _expect(value, frozenset({"beat", "moved", "progress", "at", "failure"}), "the status")
+    _expect(value, frozenset({"beat", "moved", "progress", "at", "failure", "dead"}), "the status")
     return Status(
         _integer(value["beat"], "beat"),
         _integer(value["moved"], "moved"),
         _text(value["progress"], "progress")[:MAX_PROGRESS_CHARS],
         _pair(value["at"], "at"),
         _failure(value["failure"]),
+        _ranks(value["dead"], "dead"),
     )
 
 

@@ -45,6 +45,7 @@ from loader_service.agreement.protocol import (
     choose_cause,
     died,
     died_before_the_others_followed,
+    process_ended,
     timed_out,
 )
 from loader_service.errors import AgreementError, FailureRecord
@@ -69,6 +70,7 @@ class Leader:
         self._step: Literal["records", "bodies", "publishing", "done"] = "records"
         self._expected: tuple[str, ...] = ()
         self._failures: dict[int, Failure] = {}
+        self.dead: set[int] = set()  # whose process was seen to end without a word
         self._told_until_s = WAITING_S
         self._window_began_at_s: float | None = None
         self._looked_at_s = now_s
@@ -87,9 +89,9 @@ class Leader:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks found silent, and ranks that never came: no BYE is expected of them."""
+        """Ranks found dead or silent, and ranks that never came: no BYE is expected of them."""
         watches = self._lookout.watches
-        return frozenset(
+        return frozenset(self.dead).union(
             rank
             for rank, failure in self._failures.items()
             if failure.kind == "died" or (failure.kind == "timeout" and not watches[rank].heard)
@@ -152,13 +154,22 @@ class Leader:
         effects: list[Effect] = list(self._lookout.look(decoded, statuses.asked_at_s, now_s))
         self._looked_at_s = statuses.asked_at_s
         for rank, status in decoded.items():
-            if status.failure is not None:
-                self._failures.setdefault(rank, status.failure)
+            if status.failure is not None and (rank in self.dead or rank not in self._failures):
+                self._failures[rank] = status.failure  # a rank's own words count more than how its process ended
+        for rank in {dead for status in decoded.values() for dead in status.dead}:
+            self._find_dead_process(rank)
         for rank in self._lookout.silent(statuses.asked_at_s):
             if rank != LEADER:
                 self._find_silent(rank, statuses.asked_at_s)
         self._find_late(statuses.asked_at_s)
         return [*effects, *self._tell_who_is_waited_for(statuses.asked_at_s), *self._go_on(now_s)]
+
+    def saw_die(self, rank: int, now_s: float) -> list[Effect]:
+        """This rank itself has seen the process of `rank` end without a word."""
+        if self._step == "done":
+            return []
+        self._find_dead_process(rank)
+        return self._go_on(now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
         limit_s = self._limits.timeout_s + 3 * self._limits.heartbeat_s  # a rank that has died is found before
@@ -181,6 +192,12 @@ class Leader:
         if own_silence_s := self._lookout.own_silence_s(rank):
             rank, watch, silent_s = LEADER, self._lookout.watches[LEADER], own_silence_s
         self._failures.setdefault(rank, died(rank, self.phase, silent_s, watch.progress))
+
+    def _find_dead_process(self, rank: int) -> None:
+        if rank == LEADER or rank not in self._lookout.watches or rank in self.dead:
+            return
+        self.dead.add(rank)
+        self._failures.setdefault(rank, process_ended(rank, self.phase, self._lookout.watches[rank].progress))
 
     def _arrived(self, rank: int) -> bool:
         return self._step != "records" or self._lookout.watches[rank].at >= (self._position, self._attempt)

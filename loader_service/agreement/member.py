@@ -28,8 +28,10 @@ from loader_service.agreement.protocol import (
     Publish,
     Statuses,
     Urge,
+    choose_cause,
     died,
     died_before_the_others_followed,
+    process_ended,
     timed_out,
 )
 from loader_service.errors import FailureRecord
@@ -47,6 +49,7 @@ class Member:
         self.log: list[Verdict] = []
         self.ended: Verdict | None = None
         self.failure: Failure | None = None
+        self.dead: tuple[int, ...] = ()  # whose process this rank has seen end without a word
         self.at = (-1, 0)
         self._limits = limits
         self._lookout = Lookout((LEADER,), limits, now_s)
@@ -81,22 +84,38 @@ class Member:
         self.failure = failure
         return [Urge()]
 
+    def saw_die(self, rank: int) -> list[Effect]:
+        """The process of `rank` has ended without a word. The leader is told; a leader's end is declared."""
+        if self.ended is not None or rank in self.dead or rank == self.rank:
+            return []
+        self.dead = tuple(sorted((*self.dead, rank)))
+        return [Urge()] if rank != LEADER else self.insist()
+
+    def insist(self) -> list[Effect]:
+        """No leader chooses: the best cause that this rank knows becomes the end, unless one stands there already."""
+        failures = {} if self.failure is None else {self.rank: self.failure}
+        failures |= {rank: process_ended(rank, self.phase, self._progress_of(rank)) for rank in self.dead}
+        return self.declare(choose_cause(failures)) if failures else []
+
     def status(self, beat: int, moved: int, progress: str) -> Status:
-        return Status(beat, moved, progress, self.at, self.failure)
+        return Status(beat, moved, progress, self.at, self.failure, self.dead)
 
     def on_entry(self, entry: Entry) -> list[Effect]:
         """`entry` stands in the log at the next place."""
         if self.ended is not None:
             return []
         self._sequence = entry.sequence + 1
-        if isinstance(entry, BodyRequest):
-            if self.rank not in entry.ranks:
+        effects: list[Effect] = []
+        if not isinstance(entry, BodyRequest):
+            self.log.append(entry)
+            if entry.ends:
+                self.ended = entry
                 return []
-            return [Post(body_key(entry.sequence, self.rank), self._body(entry.key))]
-        self.log.append(entry)
-        if entry.ends:
-            self.ended = entry
-        return []
+        elif self.rank in entry.ranks:
+            effects.append(Post(body_key(entry.sequence, self.rank), self._body(entry.key)))
+        if LEADER in self.dead:  # these were its last words: its end comes behind them
+            effects += self.insist()
+        return effects
 
     def on_statuses(self, statuses: Statuses, now_s: float) -> list[Effect]:
         """The leader's status. A leader that is silent too long is declared lost, by whoever is first to do so."""
@@ -138,6 +157,10 @@ class Member:
             return []
         self._declared = self._sequence
         return [Publish(Verdict(self._sequence, self.phase, "final", failure=failure))]
+
+    def _progress_of(self, rank: int) -> str:
+        watch = self._lookout.watches.get(rank)
+        return "" if watch is None else watch.progress
 
     def _body(self, key: str | None) -> bytes:
         try:

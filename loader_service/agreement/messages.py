@@ -16,7 +16,7 @@ from loader_service.errors import AgreementError, FailureRecord, LoaderError, Ra
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """In every message: raised when messages or phases change, so that ranks of mixed versions end with a clear cause. The
 FINAL verdict is read whatever its version says: its fields never change, so that every rank can read why it ends."""
 
@@ -28,6 +28,7 @@ MAX_BODY_TEXT_BYTES = 64 << 20  # after decompression: a small body cannot grow 
 MAX_MESSAGE_CHARS = 4_000
 MAX_NAME_CHARS = 1_000
 MAX_PROGRESS_CHARS = 200
+MAX_DEAD_RANKS = 4096  # of one status
 
 FailureKind = Literal["error", "disagreement", "died", "timeout", "consequence", "cancelled"]
 Action = Literal["go", "retry", "final"]
@@ -154,7 +155,8 @@ class Record:
 class Status:
     """A rank's heartbeat: `beat` grows while the rank lives, `moved` while it progresses.
 
-    `at` is (phase position, attempt) of the last record it sent, (-1, 0) before the first; `failure` is its FAIL.
+    `at` is (phase position, attempt) of the last record it sent, (-1, 0) before the first; `failure` is its FAIL;
+    `dead` are the ranks whose process it has seen end without a word.
     """
 
     beat: int
@@ -162,6 +164,7 @@ class Status:
     progress: str
     at: tuple[int, int]
     failure: Failure | None
+    dead: tuple[int, ...] = ()
 
 
 def entry_key(sequence: int) -> str:

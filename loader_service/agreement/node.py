@@ -29,8 +29,8 @@ SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
 NETWORK: Final = Path("/proc/self/ns/net")
 MEET_WAIT_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
-_WELCOME: Final = b"welcome"
-_MOST_BYTES: Final = 4096
+WELCOME: Final = b"welcome"
+MOST_BYTES: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 
 Stopped = Callable[[], bool]
@@ -72,18 +72,18 @@ def memory_device() -> str:
 
 
 class Door:
-    """This rank's listening socket, open from before its card is shown until the group is made. Raises LoaderError
-    where no socket can be had."""
+    """This rank's listening socket, open from before its card is shown until the ranks have met: for one `meet`, or for
+    one `node_connect.connect`. Raises LoaderError where no socket can be had."""
 
     def __init__(self, rank: int, node: str, memory: str) -> None:
         token = secrets.token_hex(16) if memory and hasattr(socket, "SO_PEERCRED") else ""
         self.card = Card(rank, node, memory, token)
-        self._socket: socket.socket | None = None
+        self.listening: socket.socket | None = None
         if token:
-            with _sockets():
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self._socket.bind(_address(token))
-                self._socket.listen(1024)
+            with sockets():
+                self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.listening.bind(address_of(token))
+                self.listening.listen(1024)
 
     def meet(self, cards: Sequence[Card], stopped: Stopped, wait_s: float = MEET_WAIT_S) -> NodeGroup:
         """Connects this rank with those that it can share memory with. Blocks, at most `wait_s`.
@@ -103,45 +103,45 @@ class Door:
         return NodeGroup(host.rank, {host.rank: connection})
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        if self.listening is not None:
+            self.listening.close()
 
     def _welcome(self, tokens: dict[int, str], deadline_s: float, stopped: Stopped) -> dict[int, socket.socket]:
         found: dict[int, socket.socket] = {}
         visitors: list[socket.socket] = []  # who have not told yet who they are: nobody waits for a single one of them
         try:
-            while self._socket is not None and len(found) < len(tokens) and not stopped():
-                ready = _ready((self._socket, *visitors), deadline_s)
-                if not ready and time.monotonic() >= deadline_s:
+            while self.listening is not None and len(found) < len(tokens) and not stopped():
+                arrived = readable((self.listening, *visitors), deadline_s)
+                if not arrived and time.monotonic() >= deadline_s:
                     break
-                for connection in ready:
-                    if connection is self._socket:
-                        with _sockets():
+                for connection in arrived:
+                    if connection is self.listening:
+                        with sockets():
                             visitors.append(connection.accept()[0])
                         continue
                     visitors.remove(connection)
-                    rank = _visitor(connection, tokens)
+                    rank = visitor_of(connection, tokens)
                     if rank is None or rank in found:
                         connection.close()
                         continue
                     found[rank] = connection
                     with contextlib.suppress(OSError):
-                        connection.send(_WELCOME)
+                        connection.send(WELCOME)
         finally:
             for connection in visitors:
                 connection.close()
         return found
 
     def _knock(self, host: Card, deadline_s: float, stopped: Stopped) -> socket.socket | None:
-        with _sockets():
+        with sockets():
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(_address(host.token))
-            if _peer_user(connection) == os.geteuid():
-                connection.send(json.dumps({"rank": self.card.rank, "token": self.card.token}).encode())
+            connection.connect(address_of(host.token))
+            if peer(connection)[1] == os.geteuid():
+                connection.send(knock(self.card))
                 while not stopped() and time.monotonic() < deadline_s:
-                    if _ready((connection,), deadline_s):
-                        if connection.recv(_MOST_BYTES) == _WELCOME:
+                    if readable((connection,), deadline_s):
+                        if connection.recv(MOST_BYTES) == WELCOME:
                             return connection
                         break
         except OSError:  # another network namespace: nobody listens under that name here
@@ -172,10 +172,10 @@ class NodeGroup:
         """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone."""
         (connection,) = self._connections.values()
         while not stopped():
-            if not _ready((connection,), time.monotonic() + _LOOK_EVERY_S):
+            if not readable((connection,), time.monotonic() + _LOOK_EVERY_S):
                 continue
             try:
-                data, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+                data, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
             except OSError as error:
                 raise self._host_is_gone() from error
             if not data:
@@ -196,7 +196,7 @@ class NodeGroup:
 
 
 @contextlib.contextmanager
-def _sockets() -> Iterator[None]:
+def sockets() -> Iterator[None]:
     """Where sockets are made: what the system refuses is told in words."""
     try:
         yield
@@ -208,12 +208,12 @@ def _sockets() -> Iterator[None]:
         ) from error
 
 
-def _address(token: str) -> str:
-    """Every user of the machine can read such names; the token they cannot."""
+def address_of(token: str) -> str:
+    """Where the door of that token is. Every user of the machine can read such names; the token they cannot."""
     return f"\0loader-service-{hashlib.sha256(token.encode()).hexdigest()[:32]}"
 
 
-def _ready(connections: Sequence[socket.socket], deadline_s: float) -> list[socket.socket]:
+def readable(connections: Sequence[socket.socket], deadline_s: float) -> list[socket.socket]:
     """Those that can be read from, after waiting for one a little, at most until the deadline."""
     wait_s = min(_LOOK_EVERY_S, max(0.0, deadline_s - time.monotonic()))
     poll = select.poll()
@@ -223,12 +223,17 @@ def _ready(connections: Sequence[socket.socket], deadline_s: float) -> list[sock
     return [by_number[number] for number, _ in poll.poll(wait_s * 1000)]
 
 
-def _visitor(connection: socket.socket, tokens: Mapping[int, str]) -> int | None:
+def knock(card: Card) -> bytes:
+    """What a rank says at another's door."""
+    return json.dumps({"rank": card.rank, "token": card.token}).encode()
+
+
+def visitor_of(connection: socket.socket, tokens: Mapping[int, str]) -> int | None:
     """Which rank has told that it is here; None for anybody else."""
     try:
-        if _peer_user(connection) != os.geteuid():
+        if peer(connection)[1] != os.geteuid():
             return None
-        told = json.loads(connection.recv(_MOST_BYTES, socket.MSG_DONTWAIT))
+        told = json.loads(connection.recv(MOST_BYTES, socket.MSG_DONTWAIT))
         rank, token = told["rank"], told["token"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -237,7 +242,8 @@ def _visitor(connection: socket.socket, tokens: Mapping[int, str]) -> int | None
     return rank if secrets.compare_digest(tokens[rank].encode(), str(token).encode()) else None
 
 
-def _peer_user(connection: socket.socket) -> int:
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; the process is 0 where its number means nothing here."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user: int = _CREDENTIALS.unpack(told)[1]
-    return user
+    process, user, _ = _CREDENTIALS.unpack(told)
+    return process, user

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from loader_service.agreement.carriers import Carrier
@@ -123,9 +123,9 @@ class Participant:
 
     @property
     def none_reads(self) -> bool:
-        """True once no rank will read any more. One that was found dead may only have been stopped: it still reads why
-        the load ended."""
-        return self.byes_seen and not (self.leader is not None and self.leader.lost)
+        """True once no rank will read any more. One that was silent may only have been stopped: it still reads why the
+        load ended."""
+        return self.byes_seen and not (self.leader is not None and self.leader.lost - self.leader.dead)
 
     def status(self) -> bytes:
         """The heartbeat's content, from the carrier's thread. It does not count on while the loop stands still for
@@ -138,8 +138,17 @@ class Participant:
     def insist(self) -> None:
         """Nobody has answered this rank's FAIL, as where the leader is not there yet: it becomes the end, unless one
         stands there already."""
-        if self.member.failure is not None:
-            self._do(self.member.declare(self.member.failure))
+        self._do(self.member.insist())
+
+    def saw_die(self, rank: int) -> None:
+        """This rank knows that the process of `rank` has ended without a word. Means nothing once the end is known."""
+        if self.member.ended is not None:
+            return
+        if self.leader is not None:
+            self._do(self.leader.saw_die(rank, self._clock()))
+        else:
+            self._do(self.member.saw_die(rank))
+        self._on_change()  # ticks may be wanted sooner
 
     # -- what arrives
 
@@ -173,11 +182,17 @@ class Participant:
             self._meeting_s += step_s
             stalled_s = stalled_s if self._connected else self._meeting_s
             limit_s = self._limits.start_timeout_s + self._limits.suspect_s
+        text = f"no answer for {limit_s:g} s; is its host alive, and reachable from here?"
+        if self._carrier.host_rank in self._dead:  # a child of its process may hold the connections open
+            limit_s, text = min(limit_s, self._limits.suspect_s), "no answer, and the process that served it has ended"
         if stalled_s > limit_s:
-            text = f"no answer for {limit_s:g} s; is its host alive, and reachable from here?"
             self.receive(Lost(text, met=self._connected, may_hear=True))
         if self.leader is not None:
             self._do(self.leader.tick(now_s))
+
+    @property
+    def _dead(self) -> Collection[int]:
+        return self.member.dead if self.leader is None else self.leader.dead
 
     @property
     def choosing(self) -> bool:

@@ -253,6 +253,11 @@ def died(rank: int, phase: str, silent_s: float, progress: str) -> Failure:
     return Failure("died", FailureRecord("LostRank", text, rank, phase))
 
 
+def process_ended(rank: int, phase: str, progress: str) -> Failure:
+    """A rank whose process was seen to end without a word. Nothing measured: several ranks may see it."""
+    return Failure("died", FailureRecord("LostRank", f"its process has ended; {last_progress(progress)}", rank, phase))
+
+
 def out_of_reach(lost: Lost, phase: str, *, rank: int, host_rank: int | None, where: str) -> Failure:
     """What `rank` knows that has lost the place where ranks meet. The same text on every rank, so nothing measured."""
     if not lost.met:

@@ -164,6 +164,12 @@ class Session:
             await self._until(lambda: self._ended is not None, min(self._limits.timeout_s, _INSIST_WAIT_S))
         return self._ended
 
+    def saw_die(self, rank: int) -> None:
+        """This rank knows that the process of `rank` has ended without a word: all ranks hear of it at once, as that
+        rank's failure, and of a better cause if there is one. Nothing once the end is known here, or this is closed."""
+        if not self._closed:
+            self._start().saw_die(rank)
+
     async def close(self) -> None:
         """Leaves: a member says BYE, the leader waits up to `grace_s` for the BYEs of those who live, so that a store
         in its process outlives its readers. A session that is left in the middle fails first. Idempotent."""

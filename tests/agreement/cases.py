@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
@@ -30,6 +30,15 @@ WEATHER = {
     "loses anything": Weather(step_s=0.1, lost_wakes=0.3, lost_beats=0.15, repeated=0.2),
 }
 
+NOTICE_S = 0.02
+WITNESSES: dict[str, Callable[[int, int], Iterable[int]]] = {
+    "nobody": lambda rank, world_size: (),
+    "the leader": lambda rank, world_size: {0} - {rank},
+    "one member": lambda rank, world_size: {(rank + 1) % world_size or 1} - {rank},
+    "some": lambda rank, world_size: set(range(1, world_size, 2)) - {rank},
+    "all": lambda rank, world_size: set(range(world_size)) - {rank},
+}
+
 Moment = Literal["before", "after", "bodies", "window"]
 MOMENTS: tuple[Moment, ...] = ("before", "after", "bodies", "window")
 Fault: TypeAlias = Callable[[SimulatedRank, Phase, int, random.Random], PhaseRecord | None]
@@ -38,7 +47,7 @@ Fault: TypeAlias = Callable[[SimulatedRank, Phase, int, random.Random], PhaseRec
 @dataclass(frozen=True)
 class Case:
     """`victim` is the rank to which `fault` happens in `phase`: before its record, after it, while the leader compares
-    bodies, or while it gathers failures after another rank's."""
+    bodies, or while it gathers failures after another rank's. `witnesses` see a process end, of whatever rank."""
 
     fault: str
     moment: Moment
@@ -48,6 +57,7 @@ class Case:
     weather: str
     hosted: bool
     seed: int
+    witnesses: str = "nobody"
 
 
 # -- what can happen --------------------------------------------------------------------------------------------------
@@ -170,6 +180,19 @@ def dies_and_the_others_are_stopped(rank: SimulatedRank, phase: Phase, attempt: 
     _stop_the_others(rank, phase, chance)
 
 
+def dies_and_then_who_saw_it(rank: SimulatedRank, phase: Phase, attempt: int, chance: random.Random) -> None:
+    rank.kill()
+    for witness in list(rank.world.witnesses(rank.rank))[:1]:
+        other = rank.world.ranks[witness]
+        other.later(2 * NOTICE_S * chance.random(), other.kill)
+
+
+def dies_while_another_fails(rank: SimulatedRank, phase: Phase, attempt: int, chance: random.Random) -> None:
+    other = chance.choice([other for other in rank.world.ranks if other is not rank])
+    other.later(chance.choice((0.0, 0.3)) * chance.random(), partial(fails, other, phase, attempt, chance))
+    rank.later(chance.choice((0.0, 0.3)) * chance.random(), rank.kill)
+
+
 SIGTERM = interrupted(LoadCancelledError("SIGTERM"))
 
 
@@ -199,6 +222,8 @@ ANYTIME: dict[str, Fault] = {
     "malformed log": garbles_the_log,
     "error, others stopped": fails_and_the_others_are_stopped,
     "SIGKILL, others stopped": dies_and_the_others_are_stopped,
+    "SIGKILL, and of who saw it": dies_and_then_who_saw_it,
+    "SIGKILL, and an error elsewhere": dies_while_another_fails,
 }
 BEFORE_ONLY: dict[str, Fault] = {  # instead of its record
     "stuck": stuck,
@@ -266,6 +291,8 @@ def build(case: Case, chance: random.Random) -> World:
         describe={phase: lambda a, b, who: f"{a} and {b}" for phase in PHASES},
         leave_s=lambda: chance.choice((0.0, 0.5)) * chance.random(),
         hosted=case.hosted,
+        witnesses=lambda rank: WITNESSES[case.witnesses](rank, case.world_size),
+        notice_s=lambda: NOTICE_S * chance.random(),
     )
     return world
 

@@ -75,7 +75,7 @@ def check_endings(world: World, end: Verdict | None) -> None:
 
 def check_ends_alone(world: World) -> None:
     """Who has lost the board ends within the limit of silence, and says the same as all others that have lost it."""
-    said = set()
+    said: dict[bool, set[tuple[str, str, int | None]]] = {}  # who has seen the host's process end may know more
     for rank in world.living:
         if not rank.carrier_lost or rank.ended is None or rank.ended.failure is None:
             continue
@@ -85,12 +85,15 @@ def check_ends_alone(world: World) -> None:
         out_s = sum(harm.for_s for harm in harms_of(world, rank.rank) if harm.kind in {"frozen", "stuck"})
         limits = world.limits
         within_s = limits.timeout_s if rank.log else limits.start_timeout_s + limits.suspect_s
+        killed = any(harm.kind == "killed" for harm in harms_of(world, LEADER))
+        if killed and LEADER in rank.saw:  # who saw the host's process end does not wait for its answer
+            within_s = limits.suspect_s
         if len(world.harms) == 1 and rank.ended_at_s is not None:
             limit_s = max(since_s, rank.started_at_s or 0.0) + out_s + within_s + 3 * limits.heartbeat_s
             assert rank.ended_at_s < limit_s, f"rank {rank.rank} is held by a lost board until {rank.ended_at_s}"
         if rank.rank != LEADER and rank.log and not harms_of(world, rank.rank):
-            said.add((record.error, record.message, record.rank))
-    assert len(said) <= 1, f"not one cause: {said}"
+            said.setdefault(LEADER in rank.saw, set()).add((record.error, record.message, record.rank))
+    assert all(len(causes) == 1 for causes in said.values()), f"not one cause: {said}"
 
 
 def harms_of(world: World, rank: int) -> list[Harm]:
@@ -188,6 +191,12 @@ def was_heard(world: World, harm: Harm) -> bool:
     return harm.at_s > started_s + world.limits.heartbeat_s + look_s(world)
 
 
+def was_seen(world: World, harm: Harm) -> float | None:
+    """When a healthy rank first saw the process end; None if nobody did."""
+    healthy = [rank for rank in world.living if not harms_of(world, rank.rank) and harm.rank in rank.saw]
+    return min((rank.saw[harm.rank] for rank in healthy), default=None)
+
+
 def look_s(world: World) -> float:
     """Within what time a failure that a rank tells is known to the leader, and what the leader says to everyone."""
     steps = 6 * world.weather.step_s + world.limits.heartbeat_s / 20
@@ -242,6 +251,8 @@ def deadline_of(world: World, harm: Harm, end: Verdict) -> float:
         return at_s + max(limits.window_s, (MISSED_BEATS + 2) * limits.heartbeat_s) + slack_s
     if harm.kind == "beats":
         return at_s + 2 * limits.heartbeat_s + slack_s
+    if harm.kind == "killed" and (seen_at_s := was_seen(world, harm)) is not None:
+        return max(at_s, seen_at_s) + slack_s
     if harm.kind == "stuck":  # its heartbeat goes on for a while
         at_s += limits.timeout_s
     if harm.kind in SILENT and was_heard(world, harm):

@@ -7,8 +7,9 @@ outcome may be.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from loader_service.agreement.codec import decode_entry
@@ -92,6 +93,7 @@ class SimulatedRank:
         self.ended_at_s: float | None = None
         self.leaving_at_s: float | None = None
         self.left_at_s: float | None = None
+        self.saw: dict[int, float] = {}
         self.carrier = world.board.carrier(rank, heartbeat_s=world.limits.heartbeat_s)
         self.carrier.host_rank = LEADER if world.hosted else None
         self.participant = OpenParticipant(
@@ -225,7 +227,20 @@ class SimulatedRank:
     def _stop(self) -> None:
         if self.left_at_s is None:
             self.left_at_s = self.world.time.time()
+            if self.ended in self.log:  # in order: whatever becomes of its good-bye, this is no death
+                self._process_ends()
             self.carrier.stop(tidy=self.participant.none_reads, stopped=self._stopped)
+
+    def _process_ends(self) -> None:
+        """Witnesses see that, as if its good-bye had been lost."""
+        for rank in self.world.witnesses(self.rank):
+            witness = self.world.ranks[rank]
+            witness.later(self.world.notice_s(), partial(witness.saw_die, self.rank))
+
+    def saw_die(self, rank: int) -> None:
+        if self.started_at_s is not None and self.left_at_s is None:
+            self.saw.setdefault(rank, self.world.time.time())
+            self.participant.saw_die(rank)
 
     def _stopped(self) -> None:
         if self.world.hosted and self.rank == LEADER:  # its process ends, and the store in it
@@ -256,6 +271,7 @@ class SimulatedRank:
             return
         self.harm("killed")
         self.alive = False
+        self._process_ends()
         self.carrier.kill()
         if self.world.hosted and self.rank == LEADER:
             if child_lives:
@@ -320,7 +336,7 @@ class SimulatedRank:
 
 class World:
     """All ranks of one simulated session. With `leave_s` they also leave, so long after they know the end; with
-    `hosted` the board lives and dies with rank 0."""
+    `hosted` the board lives and dies with rank 0. `witnesses(rank)` see that rank's process end, `notice_s()` later."""
 
     def __init__(
         self,
@@ -334,12 +350,16 @@ class World:
         describe: Mapping[Phase, Describe] | None = None,
         leave_s: Callable[[], float] | None = None,
         hosted: bool = False,
+        witnesses: Callable[[int], Iterable[int]] = lambda rank: (),
+        notice_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.time = VirtualTime()
         self.limits = limits
         self.describe = dict(describe or {})
         self.leave_s = leave_s
         self.hosted = hosted
+        self.witnesses = witnesses
+        self.notice_s = notice_s
         self.harms: list[Harm] = []
         self.waiting_for_byes: SimulatedRank | None = None
         self.weather = weather

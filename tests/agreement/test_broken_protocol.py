@@ -15,7 +15,7 @@ from loader_service.agreement.member import Member
 from loader_service.agreement.memory_carrier import MemoryCarrier
 from loader_service.agreement.messages import PHASES, Entry, Failure, Phase, Verdict, entry_key
 from loader_service.agreement.participant import Participant
-from loader_service.agreement.protocol import LEADER, Effect, LogEntry, Lookout, Publish
+from loader_service.agreement.protocol import LEADER, Effect, LogEntry, Lookout, Publish, process_ended
 from tests.agreement import cases
 from tests.agreement.cases import Case, Moment
 from tests.agreement.invariants import check
@@ -33,9 +33,10 @@ def some(
     weather: Sequence[str] = ("calm", "slow"),
     hosted: Sequence[bool] = (False,),
     seeds: int = 1,
+    witnesses: str = "nobody",
 ) -> list[Callable[[], World]]:
     return [
-        partial(cases.run, Case(fault, moment, phase, victim, 4, sky, host, seed))
+        partial(cases.run, Case(fault, moment, phase, victim, 4, sky, host, seed, witnesses))
         for fault in faults
         for moment in moments
         for phase in phases
@@ -196,6 +197,41 @@ def hear_no_lost_store(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Participant, "_take_loss", lambda self, lost, now_s: None)
 
 
+def tell_nobody_of_a_death(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "saw_die", lambda self, rank: [])
+
+
+def end_alone_at_a_death(patch: pytest.MonkeyPatch) -> None:
+    def alone(self: Participant, rank: int) -> None:
+        self._end_alone(process_ended(rank, self.member.phase, ""))
+
+    patch.setattr(Participant, "saw_die", alone)
+
+
+def claim_the_leaders_death_once(patch: pytest.MonkeyPatch) -> None:
+    on_entry = Member.on_entry
+
+    def forgetful(self: Member, entry: Entry) -> list[Effect]:
+        dead, self.dead = self.dead, ()
+        try:
+            return on_entry(self, entry)
+        finally:
+            self.dead = dead
+
+    patch.setattr(Member, "on_entry", forgetful)
+
+
+def blame_who_saw_a_death(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "saw_die", lambda self, rank: self.fail(process_ended(self.rank, self.phase, "")))
+
+
+def prefer_a_death_to_an_error(patch: pytest.MonkeyPatch) -> None:
+    def pick(failures: dict[int, Failure]) -> int:
+        return min(failures, key=lambda rank: failures[rank].kind != "died")
+
+    choose(pick)(patch)
+
+
 # -- and who sees them ------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +310,28 @@ BREAKS = {
         send_every_record_as_the_first_attempt, some("repeats once", phases=(Phase.CATALOG,)), "nobody's fault"
     ),
     "success before the finish verdict": Break(succeed_before_the_finish_verdict, ALL_KINDS, "not done after"),
+    "a death is told nobody": Break(
+        tell_nobody_of_a_death, some("SIGKILL", victims=(2,), witnesses="some"), "knows at"
+    ),
+    "a death ends a rank alone": Break(
+        end_alone_at_a_death, some("SIGKILL", phases=PHASES, witnesses="all"), "sees .* instead of|after an end"
+    ),
+    "an end in order is taken for a death": Break(
+        end_alone_at_a_death, some("takes long", phases=PHASES, witnesses="all"), "sees .* instead of|is told"
+    ),
+    "a leader's death is claimed once": Break(
+        claim_the_leaders_death_once,
+        some("SIGKILL", moments=("after",), phases=PHASES, victims=(0,), seeds=5, witnesses="all"),
+        "knows at",
+    ),
+    "who saw a death is blamed": Break(
+        blame_who_saw_a_death, some("SIGKILL", victims=(2,), witnesses="some"), "nobody's fault"
+    ),
+    "a death is told before an error": Break(
+        prefer_a_death_to_an_error,
+        some("SIGKILL, and an error elsewhere", phases=PHASES, victims=(1, 2, 3), witnesses="all"),
+        "is told instead of",
+    ),
     "a lost store is not heard of": Break(hear_no_lost_store, some("loses the store"), "not done after"),
 }
 

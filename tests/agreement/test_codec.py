@@ -48,7 +48,7 @@ def test_log_entries_survive_the_journey(entry: Entry) -> None:
 
 
 def test_status_and_record_survive_the_journey() -> None:
-    status = Status(4, 2, "shard 1", (3, 1), FAILURE)
+    status = Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5))
     assert codec.decode_status(codec.encode_status(status)) == status
     record = codec.decode_record(codec.encode_record(PhaseRecord("d", "retry", RECORD, {"a": "b"}, {"x": [1, None]})))
     assert (record.digest, record.outcome, record.failure) == ("d", "retry", RECORD)
@@ -120,7 +120,7 @@ def test_hostile_bytes_are_refused(decoder: str, data: bytes) -> None:
 
 GOOD = {
     "record": json.loads(codec.encode_record(PhaseRecord("d", "retry", RECORD, {"a": "b"}, [1]))),
-    "status": json.loads(codec.encode_status(Status(4, 2, "shard 1", (3, 1), FAILURE))),
+    "status": json.loads(codec.encode_status(Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5)))),
     "entry": json.loads(codec.encode_entry(Verdict(0, Phase.READ, "final", {"n": {"a": 1}}, (1,), FAILURE))),
 }
 JUNK = st.recursive(
@@ -166,19 +166,19 @@ def test_a_final_becomes_the_exception_of_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DECODERS))
-@pytest.mark.parametrize("version", [2, None, "1", [], {"x": 1}], ids=repr)
+@pytest.mark.parametrize("version", [1, None, "2", [], {"x": 2}], ids=repr)
 def test_another_version_of_the_protocol_is_named_before_anything_else(name: str, version: object) -> None:
     value = {"protocol": version, "unknown": 1} if version is not None else {"unknown": 1}
     data = json.dumps(value).encode()
     found = "no version" if version is None else "version "
-    with pytest.raises(MessageError, match=f"is in {found}.* of the protocol, this rank speaks version 1"):
+    with pytest.raises(MessageError, match=f"is in {found}.* of the protocol, this rank speaks version 2"):
         DECODERS[name](zlib.compress(data) if name == "body" else data)
 
 
 def test_a_final_is_read_whatever_its_version() -> None:
     final = Verdict(3, Phase.READ, "final", failure=FAILURE)
     value = json.loads(codec.encode_entry(final))
-    for version in (2, None):
+    for version in (1, None):
         assert codec.decode_entry(json.dumps(value | {"protocol": version}).encode()) == final
-    with pytest.raises(MessageError, match="version 2"):
-        codec.decode_entry(json.dumps(value | {"protocol": 2, "action": "go", "failure": None}).encode())
+    with pytest.raises(MessageError, match="version 1"):
+        codec.decode_entry(json.dumps(value | {"protocol": 1, "action": "go", "failure": None}).encode())

@@ -13,7 +13,7 @@ import pytest
 
 from loader_service.agreement.messages import PHASES
 from tests.agreement import cases
-from tests.agreement.cases import ANYTIME, BEFORE_ONLY, MOMENTS, STARTS_AFTER_S, WEATHER, Case, Moment
+from tests.agreement.cases import ANYTIME, BEFORE_ONLY, MOMENTS, STARTS_AFTER_S, WEATHER, WITNESSES, Case, Moment
 from tests.agreement.invariants import check
 
 SCHEDULES = int(os.environ.get("LOADER_SCHEDULES", "1"))
@@ -27,7 +27,8 @@ def schedules(fault: str, moment: Moment) -> Iterator[Case]:
             world_size = chance.choice((2, 3, 4, 5))
             for victim in sorted({0, 1, world_size - 1}):
                 weather, hosted = chance.choice(tuple(WEATHER)), chance.random() < 0.4
-                yield Case(fault, moment, phase, victim, world_size, weather, hosted, seed)
+                witnesses = chance.choice(tuple(WITNESSES))
+                yield Case(fault, moment, phase, victim, world_size, weather, hosted, seed, witnesses)
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from loader_service.agreement.node import Card, Door, NodeGroup, _address, memory_device
+from loader_service.agreement.node import Card, Door, NodeGroup, address_of, memory_device
 from loader_service.errors import LoaderError
 from loader_service.memory.shared import SharedMemory
+from tests.agreement.folders import PATIENCE_S, exchange, heard, told
 from tests.support.ranks import Outcome, Rank, run_ranks
 
-PATIENCE_S = 30.0
 NOBODY = 65534
 NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make namespaces and become others")
@@ -31,26 +30,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make na
 
 def never() -> bool:
     return False
-
-
-def exchange(folder: str, rank: Rank, card: Card) -> list[Card]:
-    """Every rank's card, by way of files: what the store does in a load."""
-    told(folder, f"card{rank.rank}", json.dumps(card.as_json()))
-    return [Card.from_json(r, json.loads(heard(folder, f"card{r}"))) for r in range(rank.world_size)]
-
-
-def told(folder: str, name: str, text: str) -> None:
-    path = Path(folder, name)
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
-
-
-def heard(folder: str, name: str) -> str:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not Path(folder, name).exists():
-        assert time.monotonic() < deadline_s, name
-        time.sleep(0.01)
-    return Path(folder, name).read_text()
 
 
 @pytest.fixture
@@ -87,7 +66,7 @@ def share(rank: Rank, folder: str, nbytes: int) -> object:
     door.close()
     memory_start = rank.rank * nbytes
     buffer.memoryview[memory_start : memory_start + nbytes] = bytes([rank.rank + 1]) * nbytes
-    told(folder, f"wrote{rank.rank}", "")
+    told(folder, f"wrote{rank.rank}")
     for r in range(rank.world_size):
         heard(folder, f"wrote{r}")
     return group.host, members, bytes(buffer.memoryview[::nbytes])
@@ -164,7 +143,7 @@ def split(rank: Rank, folder: str, how: str, pretend: bool) -> object:
     door = Door(rank.rank, "kernel", here if pretend else memory_device())
     cards = exchange(folder, rank, door.card)
     group = door.meet(cards, never, wait_s=1.0 if pretend else PATIENCE_S)
-    told(folder, f"met{rank.rank}", "")
+    told(folder, f"met{rank.rank}")
     for r in range(rank.world_size):
         heard(folder, f"met{r}")
     door.close()
@@ -252,7 +231,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 def test_a_stranger_at_the_door_is_not_let_in_and_keeps_nobody_waiting(name: str) -> None:
     host, member = Door(0, "kernel", "shm"), Door(1, "kernel", "shm")
     cards = [host.card, member.card]
-    stranger = connected(_address(host.card.token))
+    stranger = connected(address_of(host.card.token))
     STRANGERS[name](stranger)
     found: dict[int, NodeGroup] = {}
 
@@ -301,7 +280,7 @@ except ConnectionResetError:  # closed without a look at what was sent
 @needs_root
 def test_another_user_is_not_let_in_whatever_it_knows() -> None:
     host, member = Door(0, "kernel", "shm"), Door(1, "kernel", "shm")
-    known = (_address(host.card.token)[1:], member.card.token)
+    known = (address_of(host.card.token)[1:], member.card.token)
     stranger = subprocess.Popen([sys.executable, "-c", _OTHER_USER, *known], stdout=subprocess.PIPE, text=True)
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "told\n"
@@ -328,10 +307,10 @@ def test_another_user_is_not_let_in_whatever_it_knows() -> None:
 def test_names_that_every_user_can_read_tell_no_secret() -> None:
     door = Door(0, "kernel", "shm")
     names = Path("/proc/net/unix").read_text()
-    assert f"@{_address(door.card.token)[1:]}" in names
+    assert f"@{address_of(door.card.token)[1:]}" in names
     assert door.card.token not in names
     door.close()
-    assert f"@{_address(door.card.token)[1:]}" not in Path("/proc/net/unix").read_text()
+    assert f"@{address_of(door.card.token)[1:]}" not in Path("/proc/net/unix").read_text()
 
 
 def test_tokens_are_never_the_same() -> None:
@@ -364,7 +343,7 @@ def die(rank: Rank, folder: str, victim: int) -> object:
     """The victim is killed between the meeting and the handing over; returns what the others are told."""
     door = Door(rank.rank, "kernel", memory_device())
     group = door.meet(exchange(folder, rank, door.card), never)
-    told(folder, f"met{rank.rank}", "")
+    told(folder, f"met{rank.rank}")
     for r in range(rank.world_size):
         heard(folder, f"met{r}")
     if rank.rank == victim:
@@ -382,7 +361,7 @@ def die(rank: Rank, folder: str, victim: int) -> object:
     except LoaderError as error:
         return str(error)
     finally:
-        told(folder, "handed", "")
+        told(folder, "handed")
         group.close()
         door.close()
     return None

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from loader_service.agreement.messages import PHASES, Phase, PhaseRecord
 from loader_service.agreement.protocol import Collected, Incoming, LogEntry, Statuses
-from tests.agreement.cases import ANYTIME, BEFORE_ONLY, MATRIX_LIMITS, WATCHDOG_S, WEATHER
+from tests.agreement.cases import ANYTIME, BEFORE_ONLY, MATRIX_LIMITS, NOTICE_S, WATCHDOG_S, WEATHER, WITNESSES
 from tests.agreement.invariants import check
 from tests.agreement.simulation import LIMITS, SimulatedRank, World
 
 FAULTS = {
     name: fault
     for name, fault in (ANYTIME | BEFORE_ONLY).items()
-    if name not in {"malformed log", "stuck"} and not name.endswith("others stopped")
+    if name not in {"malformed log", "stuck"} and not name.endswith("others stopped") and "SIGKILL, and" not in name
 }
 
 
@@ -31,15 +31,16 @@ class Event:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> tuple[int, list[Event], str, bool, int]:
+def schedules(draw: st.DrawFn) -> tuple[int, list[Event], str, bool, str, int]:
     world_size = draw(st.integers(2, 5))
     event = st.builds(Event, st.integers(0, world_size - 1), st.sampled_from(PHASES), st.sampled_from(tuple(FAULTS)))
     events = draw(st.lists(event, max_size=4, unique_by=lambda event: event.rank))
     weather = draw(st.sampled_from(tuple(WEATHER)))
-    return world_size, events, weather, draw(st.booleans()), draw(st.integers(0, 2**32))
+    witnesses = draw(st.sampled_from(tuple(WITNESSES)))
+    return world_size, events, weather, draw(st.booleans()), witnesses, draw(st.integers(0, 2**32))
 
 
-def run(world_size: int, events: list[Event], weather: str, hosted: bool, seed: int) -> World:
+def run(world_size: int, events: list[Event], weather: str, hosted: bool, witnesses: str, seed: int) -> World:
     chance = random.Random(seed)
     due = {(event.rank, event.phase): event.fault for event in events}
 
@@ -57,6 +58,8 @@ def run(world_size: int, events: list[Event], weather: str, hosted: bool, seed: 
         describe={phase: lambda a, b, who: f"{a} and {b}" for phase in PHASES},
         leave_s=lambda: chance.choice((0.0, 0.5)) * chance.random(),
         hosted=hosted,
+        witnesses=lambda rank: WITNESSES[witnesses](rank, world_size),
+        notice_s=lambda: NOTICE_S * chance.random(),
     )
     return world.run(limit_s=WATCHDOG_S, start_s=lambda rank: chance.random())
 
@@ -64,7 +67,7 @@ def run(world_size: int, events: list[Event], weather: str, hosted: bool, seed: 
 @settings(max_examples=200)
 @given(schedules())
 def test_no_hang_one_end_and_logs_that_are_prefixes_of_each_other(
-    schedule: tuple[int, list[Event], str, bool, int],
+    schedule: tuple[int, list[Event], str, bool, str, int],
 ) -> None:
     check(run(*schedule))
 

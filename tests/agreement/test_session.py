@@ -324,6 +324,34 @@ async def test_the_verdict_stays_for_a_rank_that_was_found_dead_and_may_only_hav
     assert tidied == [False]
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+async def test_a_death_that_one_rank_saw_is_raised_by_all_others_at_once(victim: int) -> None:
+    made = sessions(4)
+    await together(made, Phase.CONFIG)
+    living = [session for session in made if session.rank != victim]
+    waiting = [asyncio.ensure_future(session.exchange(Phase.CATALOG, SAME)) for session in living]
+    made[1].saw_die(victim)
+    for other in waiting:
+        with pytest.raises(RankFailure, match="its process has ended") as caught:
+            await other
+        assert (caught.value.rank, caught.value.phase) == (victim, "catalog")
+    assert len({repr(session.final) for session in living}) == 1
+
+
+async def test_a_death_that_is_seen_after_success_or_after_leaving_is_nothing() -> None:
+    made = sessions(2)
+    for phase in PHASES:
+        await together(made, phase)
+    made[1].saw_die(0)
+    made[0].saw_die(1)
+    await asyncio.gather(*(session.close() for session in made))
+    made[1].saw_die(0)
+    assert all(session.succeeded and session.final is None for session in made)
+    (never_begun,) = sessions(1)
+    await never_begun.close()
+    never_begun.saw_die(0)
+
+
 async def test_order_is_enforced() -> None:
     session = solo()
     with pytest.raises(StateError, match="next is config"):

@@ -1,0 +1,89 @@
+"""This rank and the others of its node in one session: how they meet, and that none of them dies unseen.
+
+Nothing of it outlives the session but a word of farewell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from loader_service.agreement.messages import JSON
+from loader_service.agreement.node import MEET_WAIT_S, Card, Door, memory_device
+from loader_service.agreement.node_connect import connect
+from loader_service.agreement.node_mesh import Mesh
+from loader_service.agreement.session import Session
+from loader_service.engine import Engine
+
+log = logging.getLogger("loader_service.load")
+
+_GOODBYE_WAIT_S = 1.0
+
+
+class Neighbours:
+    """Meets the ranks of this node: shows a card with the configuration, then connects with all whose cards fit.
+
+    From then on `mesh` carries messages between them, and a rank whose process ends is named to all ranks at once.
+    """
+
+    def __init__(self, engine: Engine, session: Session) -> None:
+        self._engine = engine
+        self._session = session
+        self._door: Door | None = None
+        self._stopped = threading.Event()
+        self.mesh: Mesh | None = None
+
+    @property
+    def connected(self) -> tuple[int, ...]:
+        """The other ranks that this one can share memory with."""
+        return self.mesh.connected if self.mesh is not None else ()
+
+    async def card(self) -> JSON:
+        """What this rank tells of itself; nothing where it is alone."""
+        if self._engine.group.world_size == 1:
+            return None
+        await self._engine.in_thread(self._open_door, what="opening a socket for this node")
+        assert self._door is not None
+        return self._door.card.as_json()
+
+    async def meet(self, told: Sequence[object] | None) -> None:
+        """Connects with the ranks whose cards were told, by rank. Who cannot be reached is left out."""
+        if self._door is None:
+            return
+        facts = [each if isinstance(each, Mapping) else {} for each in told or ()]
+        cards = [Card.from_json(rank, each.get("card")) for rank, each in enumerate(facts)]
+        await self._engine.in_thread(lambda: self._connect(cards), what="meeting the other ranks of this node")
+        if self.mesh is not None:
+            self.mesh.start(self._session.saw_die)
+
+    def stop(self) -> None:
+        """Ends the waiting for others, from any thread: the ranks' verdict has come."""
+        self._stopped.set()
+
+    async def close(self) -> None:
+        """After the session was closed: this rank's own end is no death to anybody any more."""
+        self._stopped.set()
+        grace_s = self._engine.config.agreement.grace_s
+        await self._engine.after_the_rest(self._close_door, within_s=grace_s)
+        mesh, self.mesh = self.mesh, None
+        if mesh is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await mesh.close(min(_GOODBYE_WAIT_S, grace_s))
+
+    # What threads make is kept here by themselves, and so is closed: nobody may wait for them any more.
+
+    def _open_door(self) -> None:
+        self._door = Door(self._engine.group.rank, self._engine.node, memory_device())
+
+    def _connect(self, cards: Sequence[Card]) -> None:
+        assert self._door is not None
+        wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
+        self.mesh = connect(self._door, cards, self._stopped.is_set, wait_s)
+        self._close_door()
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
