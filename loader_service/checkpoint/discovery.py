@@ -2,6 +2,7 @@
 
 The only part of this floor that reads: through a `Storage` for listings and the index, through a `HandleCache` for
 headers. Of a shard it reads the first 8 bytes and then exactly the header that they announce, never a byte of payload.
+What was kept of an earlier reading of the same files takes the place of opening them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from loader_service.checkpoint.catalog import Catalog, Shard, build_catalog
 from loader_service.checkpoint.header import LENGTH_BYTES, ParsedHeader, header_length, parse_header
@@ -38,6 +39,14 @@ SHARD_SUFFIX: Final = ".safetensors"
 _TRANSIENT: Final = frozenset({errno.EIO, errno.ESTALE, errno.EINTR})
 
 
+class Kept(Protocol):
+    """Whole headers and indexes that were read before, by path and the file's state."""
+
+    def get(self, path: str, identity: FileIdentity) -> bytes | None: ...
+
+    def keep(self, path: str, identity: FileIdentity, raw: bytes) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FoundShard:
     """A file of a checkpoint, not opened yet. `name` is its base name, `path` absolute, links unresolved."""
@@ -55,7 +64,9 @@ class Discovered:
     notes: tuple[str, ...]
 
 
-def discover(path: str | tuple[str, ...], storage: Storage, *, index: IndexMode) -> Discovered:
+def discover(
+    path: str | tuple[str, ...], storage: Storage, *, index: IndexMode, kept: Kept | None = None
+) -> Discovered:
     """Finds the shards under `path`: a folder, one `.safetensors` file, or a list of files (absolute paths). Blocks.
 
     Of a folder, the files named `*.safetensors` count, links to files included; dotfiles, folders and anything else are
@@ -74,7 +85,7 @@ def discover(path: str | tuple[str, ...], storage: Storage, *, index: IndexMode)
     except OSError as error:
         raise _listing_error(path, error, storage) from error
     shards, notes = _folder_shards(path, entries)
-    found = _find_index(path, entries, storage, notes) if index == "advisory" else None
+    found = _find_index(path, entries, storage, notes, kept) if index == "advisory" else None
     if found is not None:
         absent = sorted(set(found.weight_map.values()).difference(shard.name for shard in shards))
         if absent:
@@ -92,24 +103,23 @@ def read_catalog(
     storage: Storage,
     threads: ReadPool,
     retries: int,
+    kept: Kept | None = None,
 ) -> Catalog:
     """Discovers the checkpoint and reads, validates and joins all headers. Blocks; called off the event loop.
 
     Each of `threads` reads and parses one header at a time, so no more than a thread's share of header bytes is held at
     once. Every shard is opened anew, so that the identities are those of now, and a second call after a failure reads
-    everything again.
+    everything again. Only what is `kept` of a file whose identity is still the same is taken instead, and validated
+    like the rest; what is read and valid is kept there.
 
     Raises ReadError where a header cannot be read, CheckpointError for everything else that discovery and validation
     refuse, a missing file included. The first failing shard in the order of names decides; the message counts and names
     the others. Both kinds may be transient (a shard that is being replaced): whoever acts for a group may call again.
     """
-    discovered = discover(config_path, storage, index=index_mode)
-    # Reads overlap, parsing does not: threads that fight over the interpreter took 10 to 25 % longer on 48 headers.
-    lock = Lock()
+    discovered = discover(config_path, storage, index=index_mode, kept=kept)
+    headers_from = _Headers(handles, storage, retries, kept)
     reading = [
-        threads.submit(
-            _header_or_failure, shard, handles, storage, retries, lock, label="the read of its header", path=shard.path
-        )
+        threads.submit(headers_from.header_or_failure, shard, label="the read of its header", path=shard.path)
         for shard in discovered.shards
     ]
     outcomes = [future.result() for future in reading]
@@ -177,7 +187,9 @@ def _folder_shards(folder: str, entries: Sequence[DirectoryEntry]) -> tuple[list
     return shards, notes
 
 
-def _find_index(folder: str, entries: Sequence[DirectoryEntry], storage: Storage, notes: list[str]) -> IndexFile | None:
+def _find_index(
+    folder: str, entries: Sequence[DirectoryEntry], storage: Storage, notes: list[str], kept: Kept | None
+) -> IndexFile | None:
     names = sorted(
         entry.name
         for entry in entries
@@ -196,14 +208,34 @@ def _find_index(folder: str, entries: Sequence[DirectoryEntry], storage: Storage
     if others:
         notes.append(f"the index is {name}; passed over: {shown_list(others)}")
     path = posixpath.join(folder, name)
-    return parse_index(_read_whole(path, storage), path)
+    known = _kept_of(path, storage, kept)
+    if known is not None:
+        return parse_index(known[1], path)
+    identity, raw = _read_whole(path, storage)
+    index = parse_index(raw, path)
+    if kept is not None:
+        kept.keep(path, identity, raw)
+    return index
 
 
-def _read_whole(path: str, storage: Storage) -> bytes:
+def _kept_of(path: str, storage: Storage, kept: Kept | None) -> tuple[FileIdentity, bytes] | None:
+    """The file's state now, and what is kept of it in that state. Nothing is opened."""
+    if kept is None:
+        return None
+    try:
+        identity = storage.identify(path)
+    except OSError:  # opening it says why
+        return None
+    raw = kept.get(path, identity)
+    return None if raw is None else (identity, raw)
+
+
+def _read_whole(path: str, storage: Storage) -> tuple[FileIdentity, bytes]:
     try:
         file = storage.open(path)
         try:
-            size_bytes = file.identity.size_bytes
+            identity = file.identity
+            size_bytes = identity.size_bytes
             if size_bytes > MAX_INDEX_BYTES:
                 raise refusal(path, f"the index has {size_bytes} bytes, more than {MAX_INDEX_BYTES} are not read")
             data = bytearray(size_bytes)
@@ -213,44 +245,60 @@ def _read_whole(path: str, storage: Storage) -> bytes:
                 if not got:
                     raise refusal(path, f"the index ended at byte {done} of {size_bytes}: it changed while it was read")
                 done += got
-            return bytes(data)
+            return identity, bytes(data)
         finally:
             file.close()
     except OSError as error:
         raise _reading_error(path, error, storage, "the index") from error
 
 
-def _header_or_failure(
-    shard: FoundShard, handles: HandleCache, storage: Storage, retries: int, one_at_a_time: Lock
-) -> tuple[Shard, ParsedHeader] | LoaderError:
-    """Returns failures instead of raising them: all shards are tried, so that a message can count the bad ones."""
-    handles.invalidate(shard.path)
-    try:
-        return _read_header(shard, handles, retries, one_at_a_time)
-    except OSError as error:
-        failure = _reading_error(shard.path, error, storage, "its header")
-        failure.__cause__ = error
-    except LoaderError as error:
-        failure = error
-    handles.invalidate(shard.path)
-    return failure
+class _Headers:
+    """Reads and parses one header at a time in each of several threads, or takes what is kept of it."""
 
+    def __init__(self, handles: HandleCache, storage: Storage, retries: int, kept: Kept | None) -> None:
+        self._handles = handles
+        self._storage = storage
+        self._retries = retries
+        self._kept = kept
+        # Reads overlap, parsing does not: threads that fight over the interpreter took 10 to 25 % longer on 48 headers.
+        self._one_at_a_time = Lock()
 
-def _read_header(
-    shard: FoundShard, handles: HandleCache, retries: int, one_at_a_time: Lock
-) -> tuple[Shard, ParsedHeader]:
-    path = shard.path
-    identity = _opened_identity(path, handles, retries)
-    file_bytes = identity.size_bytes
-    first = bytearray(min(LENGTH_BYTES, file_bytes))
-    read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
-    # Length and file size are checked here, before memory is taken for what the file claims to hold.
-    raw = bytearray(header_length(bytes(first), file_bytes=file_bytes, path=path))
-    raw[:LENGTH_BYTES] = first
-    read_fully(handles, path, identity, LENGTH_BYTES, [memoryview(raw)[LENGTH_BYTES:]], retries=retries)
-    with one_at_a_time:
-        header = parse_header(bytes(raw), file_bytes=file_bytes, path=path)
-    return Shard(shard.name, path, identity, header.header_bytes, header.sha256), header
+    def header_or_failure(self, shard: FoundShard) -> tuple[Shard, ParsedHeader] | LoaderError:
+        """Returns failures instead of raising them: all shards are tried, so that a message can count the bad ones."""
+        try:
+            known = _kept_of(shard.path, self._storage, self._kept)
+            if known is not None:
+                return self._parsed(shard, *known)
+            self._handles.invalidate(shard.path)
+            return self._read(shard)
+        except OSError as error:
+            failure = _reading_error(shard.path, error, self._storage, "its header")
+            failure.__cause__ = error
+        except LoaderError as error:
+            failure = error
+        self._handles.invalidate(shard.path)
+        return failure
+
+    def _read(self, shard: FoundShard) -> tuple[Shard, ParsedHeader]:
+        path, handles, retries = shard.path, self._handles, self._retries
+        identity = _opened_identity(path, handles, retries)
+        file_bytes = identity.size_bytes
+        first = bytearray(min(LENGTH_BYTES, file_bytes))
+        read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
+        # Length and file size are checked here, before memory is taken for what the file claims to hold.
+        raw = bytearray(header_length(bytes(first), file_bytes=file_bytes, path=path))
+        raw[:LENGTH_BYTES] = first
+        read_fully(handles, path, identity, LENGTH_BYTES, [memoryview(raw)[LENGTH_BYTES:]], retries=retries)
+        whole = bytes(raw)
+        parsed = self._parsed(shard, identity, whole)
+        if self._kept is not None:
+            self._kept.keep(path, identity, whole)
+        return parsed
+
+    def _parsed(self, shard: FoundShard, identity: FileIdentity, raw: bytes) -> tuple[Shard, ParsedHeader]:
+        with self._one_at_a_time:
+            header = parse_header(raw, file_bytes=identity.size_bytes, path=shard.path)
+        return Shard(shard.name, shard.path, identity, header.header_bytes, header.sha256), header
 
 
 def _opened_identity(path: str, handles: HandleCache, retries: int) -> FileIdentity:

@@ -111,6 +111,8 @@ def allocate_together(wanted: Sequence[tuple[int, int]]) -> list[HostBuffer]:
     Each has pages of its own and gives them back by itself. One that is kept keeps, until the system needs memory, the
     rest of the huge pages that it shares with its neighbours: less than 4 MiB.
     """
+    if not wanted:
+        return []
     lengths = []
     for nbytes, congruent_to in wanted:
         if nbytes < 0 or congruent_to < 0:

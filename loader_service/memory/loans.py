@@ -69,6 +69,14 @@ class Lease:
             raise StateError("this buffer was given back: use it only until its lease is released")
         return buffer
 
+    @property
+    def whole(self) -> HostBuffer:
+        """All memory of the slot behind the buffer, in whole pages but for the last; StateError as for `buffer`."""
+        slot = self._slot
+        if slot is None:
+            raise StateError("this buffer was given back: use it only until its lease is released")
+        return slot.buffer
+
     def release(self) -> None:
         """Gives the buffer back; nothing may be using it any more."""
         self.release_when(())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -326,20 +326,30 @@ class StagingPool:
                 self._take_back(slot)
                 return
             self._held += 1
+        self.when_passed(slot, events, partial(self._device_done, slot))
+
+    def when_passed(self, slot: Slot, events: Sequence[DeviceEvent], done: Callable[[bool], None]) -> None:
+        """Calls `done(True)`, on a thread of the pool, when all events have passed, `done(False)` if nobody knows. The
+        slot, which need not be the pool's, is kept until then, and for good if the device may still read it."""
+
+        def settle(passed: bool) -> None:
+            if not passed:
+                with self._lock:
+                    self._kept.append(slot)
+            done(passed)
+
         try:
-            self._caretaker.watch(events, partial(self._device_done, slot))
+            self._caretaker.watch(events, settle)
         except MemoryLimitError:
-            self._device_done(slot, passed=False)
+            settle(False)
 
     def _device_done(self, slot: Slot, passed: bool) -> None:
         with self._lock:
             self._held -= 1
             if passed:
                 self._take_back(slot)
-                return
-            # The device may still read it, and no tensor here keeps it alive.
-            self._kept.append(slot)
-            self._write_off()
+            else:
+                self._write_off()
 
     def _write_off(self) -> None:
         with self._lock:

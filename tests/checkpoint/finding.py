@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loader_service.checkpoint.catalog import Catalog
-from loader_service.checkpoint.discovery import Discovered, IndexMode, discover, read_catalog
+from loader_service.checkpoint.discovery import Discovered, IndexMode, Kept, discover, read_catalog
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
@@ -23,11 +23,12 @@ def read_with(
     storage: Storage,
     threads: int = 8,
     retries: int = 3,
+    kept: Kept | None = None,
 ) -> Catalog:
     """`read_catalog` with so many threads of its own."""
     pool = ReadPool(threads)
     try:
-        return read_catalog(where, index, handles=handles, storage=storage, threads=pool, retries=retries)
+        return read_catalog(where, index, handles=handles, storage=storage, threads=pool, retries=retries, kept=kept)
     finally:
         assert not pool.shutdown(30)
 
