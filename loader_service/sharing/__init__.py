@@ -1,0 +1,1 @@
+"""What the ranks of a node read once for all of them: the decision, staging in shared memory, read-ahead."""
