@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from loader_service.agreement.group import Group, GroupChoice, join_group
@@ -19,19 +20,21 @@ from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError, name_of, text_of
+from loader_service.filling import CachedBytes, Resources
 from loader_service.memory.admission import Room, memory_rooms
+from loader_service.memory.cache import weight_cache
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
 from loader_service.planning.mesh import Mesh
-from loader_service.planning.plan import LoadPlan, make_plan
+from loader_service.planning.plan import LoadPlan, RankPlan, make_plan
+from loader_service.reading.file_range import Access, Drop
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-from loader_service.reading.ranges import Drop, RangeReader
+from loader_service.reading.ranges import RangeReader
 from loader_service.reading.reader import Storage
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
-from loader_service.scheduler import Resources
 
 log = logging.getLogger("loader_service.engine")
 
@@ -206,11 +209,13 @@ class Engine:
             catalog = None if fresh else self._catalogs.get(location)
             if catalog is None:
                 what = f"looking at {location.path if isinstance(location.path, str) else location.path[0]}"
-                catalog = await self.in_thread(lambda: self._read_catalog(location), what=what, on_progress=on_progress)
+                read = partial(self._read_catalog, location, fresh=fresh)
+                catalog = await self.in_thread(read, what=what, on_progress=on_progress)
                 self._catalogs[location] = catalog
         return catalog
 
-    def _read_catalog(self, location: CheckpointConfig) -> Catalog:
+    def _read_catalog(self, location: CheckpointConfig, *, fresh: bool) -> Catalog:
+        kept = weight_cache().headers if self.config.cache.capacity_bytes and not fresh else None
         return read_catalog(
             location.path,
             location.index,
@@ -218,11 +223,22 @@ class Engine:
             storage=self.storage,
             threads=self.threads,
             retries=self.config.reads.retries,
+            kept=kept,
         )
+
+    async def cached(self, plan: RankPlan) -> CachedBytes | None:
+        """A load's part of the raw weight cache; others' goes before anything new is read. None: the cache is off."""
+        capacity_bytes = self.config.cache.capacity_bytes
+        if not capacity_bytes:
+            return None
+        shards = plan.catalog.shards
+        make_room = partial(CachedBytes, weight_cache(), plan, shards, capacity_bytes)
+        return await self.in_thread(make_room, what="making room in the raw weight cache")
 
     def forget_catalog(self, load: str) -> None:
         """After a failed load: files may have changed, so the next one reads the headers again, as on all ranks."""
         if load in self.config.loads:
+            weight_cache().headers.clear()
             self._catalogs.pop(self.config.checkpoint_of(load), None)
 
     def set_coords(self, listed: Sequence[object] | None) -> None:
@@ -257,13 +273,28 @@ class Engine:
             self._plans[load, mesh] = plan
         return plan
 
+    def range_reader(self, *, drop: Drop, access: Access | None = None, by_tensor: bool = False) -> RangeReader:
+        """A way of reading for one load, or for tables: as `reads.access` says, unless `access` is decided already."""
+        reads = self.config.reads
+        how: Access = access or reads.access
+        return RangeReader(self.handles, access=how, retries=reads.retries, drop=drop, by_tensor=by_tensor)
+
+    @property
+    def pool(self) -> StagingPool:
+        """The service's staging memory; nothing is allocated before a load needs it."""
+        if self._pool is None:
+            reads, staging = self.config.reads, self.config.staging
+            slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
+            self._pool = StagingPool(staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner)
+        return self._pool
+
     def row_reader(self, kind: type[RowReaderT], *, may_drop: bool) -> RowReaderT:
         """A reader for host-resident tables, over the service's files and threads. `may_drop`: no other rank wants the
         same bytes, so that the page cache need not keep what is read."""
         reads = self.config.reads
         drops: dict[str, Drop] = {"auto": "what it brought in", "always": "everything", "never": "nothing"}
         drop: Drop = drops[reads.drop_page_cache] if may_drop else "nothing"
-        ranges = RangeReader(self.handles, access=reads.access, retries=reads.retries, drop=drop)
+        ranges = self.range_reader(drop=drop, by_tensor=True)
         return kind(ranges, self.threads, chunk_bytes=reads.chunk_bytes, stuck_after_s=reads.stuck_after_s)
 
     def size_threads(self, ranks_by_node: Mapping[str, int]) -> PolicyOutcome:
@@ -275,21 +306,20 @@ class Engine:
         self.threads.resize(threads)
         return PolicyOutcome(str(reads.threads), str(threads), reason)
 
-    def resources(self, ranks_by_node: Mapping[str, int]) -> tuple[Resources, dict[str, PolicyOutcome]]:
-        """Threads and memory for a load, and the policies in effect. `ranks_by_node`: how many ranks each node has."""
-        reads, staging = self.config.reads, self.config.staging
+    def resources(
+        self, ranks_by_node: Mapping[str, int], *, access: Access | None = None
+    ) -> tuple[Resources, dict[str, PolicyOutcome]]:
+        """Threads, memory and a way of reading for a load, and the policies in effect. `ranks_by_node`: how many ranks
+        each node has; `access`: instead of `reads.access`."""
+        reads = self.config.reads
         threads = self.size_threads(ranks_by_node)
-        if self._pool is None:
-            slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
-            self._pool = StagingPool(staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner)
         policies = {
-            "access": PolicyOutcome(reads.access, "buffered", "files are read through the page cache"),
-            "sharing": PolicyOutcome(reads.sharing, "none", "each rank reads for itself"),
             "drop_page_cache": PolicyOutcome(reads.drop_page_cache, "never", "what was read stays cached"),
             "threads": threads,
-            "pin": self._pool.pin_outcome,
+            "pin": self.pool.pin_outcome,
         }
-        return Resources(self.handles, self.threads, self.threads.threads, self._pool), policies
+        ranges = self.range_reader(drop="nothing", access=access)
+        return Resources(ranges, self.threads, self.threads.threads, self.pool), policies
 
 
 def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: int) -> tuple[int, str]:
@@ -302,7 +332,7 @@ def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: i
         return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
     if files < AUTO_THREADS:
         return files, f"only {files} files may be open at once (ulimit -n)"
-    return AUTO_THREADS, "enough for buffered reads of one rank"
+    return AUTO_THREADS, "as many reads in flight as one disk needs"
 
 
 def _slot_bytes(chunk_bytes: int, capacity_bytes: int) -> int:

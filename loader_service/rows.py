@@ -18,10 +18,11 @@ import torch
 from loader_service.errors import ConfigError, DestinationError, StateError
 from loader_service.memory.tensors import raw_memory, torch_dtype, why_unwritable
 from loader_service.reading.chunked import Reading
+from loader_service.reading.file_range import Drop, FileRange
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES
-from loader_service.reading.ranges import Drop, FileRange, RangeReader
+from loader_service.reading.ranges import RangeReader
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 
@@ -52,7 +53,7 @@ class RowReader:
         pool = ReadPool(threads, name="loader-rows")
         handles = HandleCache(LocalStorage())
         drop: Drop = "everything" if drop_page_cache else "nothing"
-        ranges = RangeReader(handles, access="auto", retries=_STANDALONE_RETRIES, drop=drop)
+        ranges = RangeReader(handles, access="auto", retries=_STANDALONE_RETRIES, drop=drop, by_tensor=True)
         reader = cls(ranges, pool, chunk_bytes=chunk_bytes, stuck_after_s=_STANDALONE_STUCK_AFTER_S)
         weakref.finalize(reader, _end, pool, handles)
         return reader

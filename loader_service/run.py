@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
-
-import torch
+from collections.abc import Iterator
 
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
@@ -20,19 +18,19 @@ from loader_service.agreement.session import Session
 from loader_service.bridge import Channel, uninterrupted
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError, StateError, record_of
-from loader_service.filling import Filling, IntoFilling, OwnedFilling, OwnedUnit, SlotFilling, SlotUnit, Streams, UnitT
+from loader_service.filling import CachedBytes, OwnedUnit, SlotUnit
+from loader_service.load_reading import LoadReading
+from loader_service.neighbours import Neighbours
+from loader_service.node_sharing import NodeSharing
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan, RankPlan
-from loader_service.planning.units import Placed, TensorUnit
-from loader_service.report import LoadReport, PolicyOutcome
-from loader_service.scheduler import Progress, Resources, Scheduler
-from loader_service.sizes import format_size
+from loader_service.report import LoadReport
+from loader_service.scheduler import Progress
 from loader_service.sources import Tables
 
 log = logging.getLogger("loader_service.load")
 
 _FINAL = "the ranks' verdict ended the load"  # why a rank that still enters is cancelled
-SCRATCH_LEASES_A_THREAD = 2  # one that is filled while another is copied from
 
 
 class LoadRun:
@@ -47,17 +45,19 @@ class LoadRun:
         self._session: Session | None = None
         self._phase = Phase.CONFIG
         self._phases: dict[str, float] = {}
-        self._policies: dict[str, PolicyOutcome] = {}
         self._fallbacks: list[str] = []
         self.tables: Tables | None = None
         self._plan: LoadPlan | None = None
-        self._resources: Resources | None = None
-        self._scheduler: Scheduler[TensorUnit] | Scheduler[list[Placed]] | None = None
         self._begun = False
         self._leaving = False
         self._failing = False
         self._over = asyncio.Event()  # waited for and set on the service's loop
         self._entering: asyncio.Task[None] | None = None
+        self._others: Neighbours | None = None
+        self._reading: LoadReading | None = None
+        self._cached: CachedBytes | None = None
+        self._failed_by: BaseException | None = None  # reading here
+        self._told: asyncio.Task[Verdict | None] | None = None  # of what went wrong here, before the consumer knows
         self._started_s = 0.0
         self._seconds: float | None = None
         self._left = False
@@ -106,20 +106,25 @@ class LoadRun:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
             opening = Opening(self._engine, self.name, self._session, self._fallbacks)
+            others = self._others = Neighbours(self._engine, self._session)
             with self._timed(Phase.CONFIG):
                 async with self._engine.entering:
-                    verdict = await opening.config()
+                    met = await opening.config(card=await others.card())
+                await others.meet(met.listed)
             with self._timed(Phase.CATALOG):
                 catalog = await opening.catalog()
             with self._timed(Phase.PLAN):
                 plan = await opening.plan(catalog)
-                await opening.agree_on_plan(plan)
+                self._cached = await self._engine.cached(plan.for_rank(self._engine.group.rank).streamed)
+                held = self._cached is not None and self._cached.everything
+                sharing = NodeSharing(self._engine, plan, others, held=held)
+                agreed = await opening.agree_on_plan(plan, told=await sharing.facts())
                 self._plan = plan
-                self.tables = Tables(self._engine, plan, self.rank_plan, self._report_progress)
             with self._timed(Phase.OPEN):
-                self._resources, self._policies = self._engine.resources(verdict.counts.get("node", {}))
-                self._resources.pool.restart_peak()
-                await self._exchange(PhaseRecord())
+                opinions = await self._exchange(PhaseRecord(listed=await sharing.opinion(agreed.listed)))
+                sharing.settle(opinions.listed)
+                self._reading = self._make_reading(plan, sharing)
+                await self._reading.begin(met.counts.get("node", {}))
             self._phase = Phase.READ  # the consumer's body, whatever it does there
         except BaseException as error:
             self._entering = None
@@ -140,80 +145,50 @@ class LoadRun:
         error = error_of(verdict)
         if self._entering is not None:  # it may be at work that takes long, or stuck in it
             self._entering.cancel(_FINAL)
-        if self._scheduler is not None:
-            self._scheduler.fail(error)
-        if self.tables is not None:
-            self.tables.fail(error)
+        if self._others is not None:
+            self._others.stop()
+        if self._reading is not None:
+            self._reading.fail(error)
         self.channel.fail(error)
 
-    # Reading: one form of consumption
+    def _fail_now(self, error: BaseException) -> None:
+        """Reading has failed here. The others hear of it at once, the consumer at its next step, which may be late."""
+        self.channel.fail(error)
+        if self._failed_by is None and self._session is not None and self._session.final is None:
+            self._failed_by = error
+            self._told = asyncio.ensure_future(self._session.fail(as_reported(error), Phase.READ))
 
-    def fill_owned(self) -> None:
-        plan, resources = self.rank_plan.streamed, self._ready()
-        self._scheduler = self._scheduled(
-            plan,
-            OwnedFilling(
-                plan,
-                resources.pool,
-                chunk_bytes=self._engine.config.reads.chunk_bytes,
-                scratch_leases=_scratch_leases(resources, plan),
-            ),
+    # Reading
+
+    def _make_reading(self, plan: LoadPlan, sharing: NodeSharing) -> LoadReading:
+        self.tables = Tables(self._engine, plan, self.rank_plan, self._report_progress)
+        return LoadReading(
+            self._engine,
+            self.rank_plan,
+            self.tables,
+            sharing,
+            self._cached,
+            self.channel,
+            self.progress,
+            on_progress=self._report_progress,
+            on_failure=self._fail_now,
         )
 
-    def fill_slots(self) -> None:
-        plan, resources = self.rank_plan.streamed, self._ready()
-        self._scheduler = self._scheduled(
-            plan, SlotFilling(plan, resources.pool, chunk_bytes=self._engine.config.reads.chunk_bytes)
-        )
-
-    def fill_into(self, destinations: Mapping[str, torch.Tensor], streams: Streams) -> None:
-        resources = self._ready()
-        whole = self.rank_plan
-        plan = whole.restrict([i for name in destinations if (i := whole.index_of(name)) is not None])
-        self._scheduler = self._scheduled(
-            plan,
-            IntoFilling(
-                plan,
-                destinations,
-                resources.pool,
-                chunk_bytes=self._engine.config.reads.chunk_bytes,
-                scratch_leases=_scratch_leases(resources, plan),
-                streams=streams,
-            ),
-        )
+    @property
+    def reading(self) -> LoadReading:
+        """For one form of consumption. StateError unless the load was entered and not yet left."""
+        self.check_open()
+        assert self._reading is not None
+        return self._reading
 
     def check_open(self) -> None:
         """Raises StateError unless the load was entered and not yet left."""
-        if self._resources is None or self._leaving or self._left:
+        if self._phase is not Phase.READ or self._leaving or self._left:
             raise StateError(f"load '{self.name}' is not open: consume it inside its `with` block")
 
-    def _ready(self) -> Resources:
-        self.check_open()
-        assert self._resources is not None
-        return self._resources
-
-    def _scheduled(self, plan: RankPlan, filling: Filling[UnitT]) -> Scheduler[UnitT]:
-        scheduler = Scheduler(
-            plan,
-            self.plan.catalog.shards,
-            filling,
-            self._ready(),
-            self.channel,
-            reads=self._engine.config.reads,
-            progress=self.progress,
-            on_progress=self._report_progress,
-        )
-        scheduler.start()
-        return scheduler
-
     def _report_progress(self) -> None:
-        """What other ranks say of this one, should it fall silent."""
-        assert self._session is not None
-        row_bytes = self.tables.read_bytes if self.tables is not None else 0
-        text = f"{format_size(self.progress.read_bytes + row_bytes)} read"
-        if row_bytes:
-            text += f", {format_size(row_bytes)} of it rows of host-resident tables"
-        self._session.report_progress(text)
+        if self._session is not None and self._reading is not None:
+            self._session.report_progress(self._reading.progress)
 
     # Leaving
 
@@ -249,15 +224,27 @@ class LoadRun:
     async def _leave_cleanly(self) -> None:
         assert self._session is not None
         with self._timed(Phase.READ):
-            if (swallowed := self.channel.raised) is not None:
+            if (swallowed := self._failed_by or self.channel.raised) is not None:
                 raise swallowed
-            await self._stop_reading()
-            await self._verify_files()
-            await self._exchange(PhaseRecord())
+            assert self._reading is not None
+            await self._reading.stop_taking()
+            await self._reading.verify_files()
+            await self._exchange_last_reads(self._reading)
         with self._timed(Phase.FINISH):
             await self._exchange(PhaseRecord())
             await self._session.close()
+            await self._leave_node()
         self._ended()
+
+    async def _exchange_last_reads(self, reading: LoadReading) -> None:
+        """Ends the reading on all ranks. Until all are there, this one goes on reading for others of its node."""
+        try:
+            await self._exchange(PhaseRecord())
+        except Exception:
+            if self._failed_by is not None:  # what was read for others
+                raise self._failed_by from self._failed_by.__cause__
+            raise
+        await reading.stop_sharing()
 
     async def _leave_failed(self, error: BaseException) -> None:
         """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises a second error.
@@ -274,15 +261,20 @@ class LoadRun:
         try:
             if session is not None and session.final is None:
                 telling = asyncio.ensure_future(session.fail(as_reported(error), self._phase))
-            with contextlib.suppress(Exception):
-                await self._stop_reading()
+            if self._reading is not None:
+                self._reading.give_up()
+                for cleaning_up in (self._reading.stop_taking, self._reading.stop_sharing):
+                    with contextlib.suppress(Exception):
+                        await cleaning_up()
             self._engine.forget_catalog(self.name)
-            if telling is not None:
-                with contextlib.suppress(Exception):
-                    await telling
+            for told in (telling, self._told):
+                if told is not None:
+                    with contextlib.suppress(Exception):
+                        await told
             if session is not None:
                 with contextlib.suppress(Exception):
                     await session.close()
+            await self._leave_node()
         finally:
             self._ended()
         self.attach_verdict(error)
@@ -292,29 +284,16 @@ class LoadRun:
         if self._session is not None and self._failing and self._left:
             attach_verdict(error, self._session, self._phase)
 
-    async def _stop_reading(self) -> None:
-        if self._scheduler is not None:
-            for stuck in await self._scheduler.stop(self._engine.config.agreement.grace_s):
-                self._fallbacks.append(f"left behind: a read of {stuck} never returned")
-                log.warning("load '%s': a read of %s did not return; its memory is not used again", self.name, stuck)
-
-    async def _verify_files(self) -> None:
-        """The files that were read are still those whose headers were planned with."""
-        if self._plan is None:
-            return
-        shards = [self._plan.catalog.shards[i] for i in self._shards_read()]
-
-        def verify() -> None:
-            for shard in shards:
-                self._engine.handles.verify(shard.path, shard.identity)
-
-        if shards:
-            await self._engine.in_thread(verify, what=f"looking at the files of load '{self.name}' again")
+    async def _leave_node(self) -> None:
+        if self._others is not None:
+            await self._others.close()
 
     def _ended(self) -> None:
         self._left = True
-        if self.tables is not None:
-            self.tables.left()
+        if self._reading is not None:
+            self._reading.left()
+        elif self._cached is not None:
+            self._cached.close()
         self._over.set()
         if self._engine.open_load is self:
             self._engine.open_load = None
@@ -340,18 +319,12 @@ class LoadRun:
             self._phases[phase.value] = time.monotonic() - started
         log.debug("load '%s': %s complete", self.name, phase.value)
 
-    def _shards_read(self) -> list[int]:
-        """The shards of which payload was read, streamed or by rows."""
-        scheduler, tables = self._scheduler, self.tables
-        return sorted({*(scheduler.shards_read if scheduler else ()), *(tables.shards_read if tables else ())})
-
     def report(self) -> LoadReport:
         """What this rank did so far; final once the load was left."""
-        plan, tables = self.plan, self.tables
+        plan, reading = self.plan, self._reading
         shards = plan.catalog.shards
-        read = self._shards_read()
-        table_bytes = tables.read_bytes if tables else 0
-        peak = self._resources.pool.statistics().peak_bytes if self._resources is not None else 0
+        read = sorted(reading.shards_read) if reading is not None else []
+        table_bytes = self.tables.read_bytes if self.tables else 0
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s
         return LoadReport(
             load=self.name,
@@ -359,25 +332,17 @@ class LoadRun:
             world_size=self._engine.group.world_size,
             tensors=self.progress.tensors,
             payload_bytes=self.progress.payload_bytes + table_bytes,
-            read_bytes=self.progress.read_bytes + table_bytes,
-            striped_bytes=0,
+            read_bytes=reading.read_bytes if reading is not None else 0,
+            striped_bytes=reading.striped_bytes if reading is not None else 0,
             files_opened=len(read),
             files_read=tuple(shards[i].name for i in read),
             seconds=seconds,
-            peak_staging_bytes=peak,
+            peak_staging_bytes=reading.peak_bytes if reading is not None else 0,
             complete=self.exhausted,
             catalog_digest=plan.catalog.digest,
             plan_digest=plan.digest,
             phases=dict(self._phases),
-            policies=self._policies | (tables.policies if tables else {}),
-            fallbacks=tuple(self._fallbacks),
+            policies=reading.policies if reading is not None else {},
+            fallbacks=(*self._fallbacks, *(reading.fallbacks if reading is not None else ())),
             warnings=(*plan.catalog.notes, *plan.warnings),
         )
-
-
-def _scratch_leases(resources: Resources, plan: RankPlan) -> int:
-    """Scratch slots of a load that copies: enough to keep the threads busy, no more than there is to read, at most half
-    of the staging memory."""
-    slots = resources.pool.capacity_bytes // resources.pool.slot_bytes
-    needed = -(-plan.read_bytes // resources.pool.slot_bytes)
-    return max(1, min(resources.thread_count * SCRATCH_LEASES_A_THREAD, needed, slots // 2))

@@ -20,12 +20,11 @@ from loader_service.bridge import Channel
 from loader_service.checkpoint.catalog import Shard
 from loader_service.config.schema import ReadsConfig
 from loader_service.errors import LoaderError, MemoryLimitError, ReadError, StateError, name_of, text_of
-from loader_service.filling import Filling, Memory, OwnedUnit, SlotUnit, UnitT
-from loader_service.memory.pool import Lease, StagingPool
+from loader_service.filling import Filling, Memory, OwnedUnit, Resources, SlotUnit, UnitT
+from loader_service.memory.allocators import HostBuffer
+from loader_service.memory.pool import Lease
 from loader_service.planning.plan import RankPlan
-from loader_service.reading.handles import HandleCache
-from loader_service.reading.threads import ReadPool
-from loader_service.transfers import CopyTransfer, Transfer
+from loader_service.transfers import BlockTransfer, CopyTransfer, Transfer
 
 log = logging.getLogger("loader_service.scheduler")
 
@@ -35,22 +34,13 @@ WORK_AT_A_STRETCH_S = 0.001
 REST_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a load borrows from its service."""
-
-    handles: HandleCache
-    threads: ReadPool
-    thread_count: int
-    pool: StagingPool
-
-
 @dataclass(slots=True)
 class Progress:
     """Counters of one load on one rank; written on the service's loop, read by anyone."""
 
     payload_bytes: int = 0
     read_bytes: int = 0
+    handed_bytes: int = 0  # of payload, wherever it came from: this rank's reads, its node, the cache
     tensors: int = 0
 
 
@@ -65,7 +55,7 @@ class _Unit:
 class _Running:
     unit: _Unit
     transfer: Transfer
-    scratch: Lease | None
+    memory: Lease | HostBuffer | None  # scratch memory, or the block that is copied from
 
 
 class Scheduler(Generic[UnitT]):
@@ -86,18 +76,21 @@ class Scheduler(Generic[UnitT]):
         reads: ReadsConfig,
         progress: Progress,
         on_progress: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._plan = plan
         self._shards = shards
         self._filling = filling
         self._resources = resources
+        self._source = resources.source(shards, keeps=filling.keeps_copies)
         self._channel = channel
         self._reads = reads
         self._progress = progress
         self._on_progress = on_progress
+        self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._pending: deque[_Unit] = deque()
-        self._running: dict[concurrent.futures.Future[None], _Running] = {}
+        self._running: dict[concurrent.futures.Future[int], _Running] = {}
         self._places = asyncio.Semaphore(resources.thread_count * QUEUED_A_THREAD)
         self._scratch: asyncio.Queue[Lease] = asyncio.Queue()
         self._scratch_leases: list[Lease] = []
@@ -114,11 +107,15 @@ class Scheduler(Generic[UnitT]):
         self._tasks = [self._loop.create_task(self._produce()), self._loop.create_task(self._watch())]
 
     def fail(self, error: BaseException) -> None:
-        """Stops what is queued and gives the consumer `error`; reads in flight go on until `stop` waits for them."""
+        """Stops what is queued and tells of `error`; reads in flight go on until `stop` waits for them."""
         if not self._failed:
             self._failed = True
-            self._channel.fail(error)
+            self._on_failure(error)
         self._cancel()
+
+    def _finish_shared(self) -> None:
+        if self._resources.shared is not None:
+            self._resources.shared.finish()
 
     async def stop(self, grace_s: float) -> list[str]:
         """Cancels what is queued, waits up to `grace_s` for reads in flight, gives back all memory.
@@ -128,6 +125,7 @@ class Scheduler(Generic[UnitT]):
         self._failed = True
         self._cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # a cancelled one keeps what it was at, and a report may keep this object
         stuck: list[str] = []
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -141,6 +139,7 @@ class Scheduler(Generic[UnitT]):
             item.release()
         for lease in self._scratch_leases:
             lease.release()
+        self._finish_shared()
         return stuck
 
     # Submitting
@@ -151,6 +150,7 @@ class Scheduler(Generic[UnitT]):
             for unit in self._filling.units():
                 await self._submit_unit(unit)
                 await self._give_way()
+            self._finish_shared()
             self._all_submitted = True
             self._hand_over()
         except Exception as error:  # noqa: BLE001 - whatever it is, the consumer must hear of it
@@ -185,28 +185,39 @@ class Scheduler(Generic[UnitT]):
         unit.item, transfers = self._filling.prepare(planned, memory)
         for transfer in transfers:
             await self._places.acquire()
-            scratch = await self._scratch.get() if isinstance(transfer, CopyTransfer) else None
-            self._submit(unit, transfer, scratch)
+            self._submit(unit, transfer, await self._memory_for(transfer))
         self._settle(unit)
 
-    def _submit(self, unit: _Unit, transfer: Transfer, scratch: Lease | None) -> None:
-        shard = self._shards[transfer.shard]
-        handles, retries = self._resources.handles, self._reads.retries
+    async def _memory_for(self, transfer: Transfer) -> Lease | HostBuffer | None:
+        """What a transfer needs beside its destination."""
+        if isinstance(transfer, CopyTransfer):
+            return await self._scratch.get()
+        if isinstance(transfer, BlockTransfer):
+            assert self._resources.shared is not None
+            return await self._resources.shared.take(transfer.block)
+        return None
 
-        def run() -> None:
+    def _submit(self, unit: _Unit, transfer: Transfer, memory: Lease | HostBuffer | None) -> None:
+        shard = self._shards[transfer.shard]
+        source = self._source
+
+        def run() -> int:
             if isinstance(transfer, CopyTransfer):
-                assert scratch is not None
-                transfer.run(handles, shard, retries, scratch.buffer)
-            else:
-                transfer.run(handles, shard, retries)
+                assert isinstance(memory, Lease)
+                return transfer.run(source, shard, memory.whole)
+            if isinstance(transfer, BlockTransfer):
+                assert isinstance(memory, HostBuffer)
+                transfer.run(memory)
+                return 0
+            return transfer.run(source, shard)
 
         unit.outstanding += 1
         future = self._resources.threads.submit(run, label=transfer.tensor, path=shard.path, offset=transfer.start)
-        self._running[future] = _Running(unit, transfer, scratch)
+        self._running[future] = _Running(unit, transfer, memory)
         self._idle.clear()
         future.add_done_callback(self._post_done)
 
-    def _post_done(self, future: concurrent.futures.Future[None]) -> None:
+    def _post_done(self, future: concurrent.futures.Future[int]) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, future)
         except RuntimeError:  # the service was closed over a stuck read that ended after all
@@ -214,13 +225,16 @@ class Scheduler(Generic[UnitT]):
 
     # What finished transfers lead to
 
-    def _done(self, future: concurrent.futures.Future[None]) -> None:
+    def _done(self, future: concurrent.futures.Future[int]) -> None:
         running = self._running.pop(future, None)
         if running is None:  # abandoned
             return
         self._places.release()
-        if running.scratch is not None:
-            self._scratch.put_nowait(running.scratch)
+        if isinstance(running.memory, Lease):
+            self._scratch.put_nowait(running.memory)
+        elif isinstance(running.transfer, BlockTransfer):
+            assert self._resources.shared is not None
+            self._resources.shared.give_back(running.transfer.block)
         if not self._running:
             self._idle.set()
         if future.cancelled():
@@ -231,8 +245,10 @@ class Scheduler(Generic[UnitT]):
             path = self._shards[running.transfer.shard].path
             self.fail(_translated(error, what, path=path, tensor=running.transfer.tensor))
             return
-        self._progress.read_bytes += running.transfer.nbytes
-        self.shards_read.add(running.transfer.shard)
+        self._progress.handed_bytes += running.transfer.nbytes
+        if read_bytes := future.result():
+            self._progress.read_bytes += read_bytes
+            self.shards_read.add(running.transfer.shard)
         self._on_progress()
         self._settle(running.unit)
 
@@ -247,6 +263,7 @@ class Scheduler(Generic[UnitT]):
         while self._pending and self._pending[0].outstanding == 0:
             item = self._pending.popleft().item
             if item is not None:
+                item.filled()
                 self._channel.put(item)
         if self._all_submitted and not self._pending:
             self._channel.end()
@@ -267,7 +284,7 @@ class Scheduler(Generic[UnitT]):
             self._resources.threads.abandon(future)
             path = self._shards[running.transfer.shard].path
             stuck.append(f"{path} at offset {running.transfer.start} (tensor '{running.transfer.tensor}')")
-            for lease in (running.scratch, running.unit.memory):
+            for lease in (running.memory, running.unit.memory):
                 if isinstance(lease, Lease):
                     lease.abandon()
         self._running.clear()
@@ -278,8 +295,9 @@ class Scheduler(Generic[UnitT]):
         limit_s = self._reads.stuck_after_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
+            self._on_progress()  # who is waited for changes although nothing is read
             for read in self._resources.threads.in_flight():
-                if read.age_s > limit_s:
+                if read.age_s > limit_s and read.future in self._running:
                     self.fail(
                         ReadError(
                             f"{read.path}: a read at offset {read.offset} for tensor '{read.label}' has not returned "
@@ -289,10 +307,13 @@ class Scheduler(Generic[UnitT]):
                         )
                     )
                     return
-            since = self._waits_for_memory_since
+            since, shared = self._waits_for_memory_since, self._resources.shared
             starved = since is not None and time.monotonic() - since > limit_s
+            if shared is not None and shared.waits:  # mostly for other ranks, which may take their time
+                starved = starved and shared.waits_for_its_consumer
             if starved and not self._running and self._channel.consumer_waits:
                 held = self._resources.pool.statistics().leases_out
+                held += shared.leases_out if shared is not None else 0
                 self.fail(
                     StateError(
                         f"the consumer waits for more while it keeps {held} batches that hold all of "

@@ -145,6 +145,7 @@ class LoaderService(_Service):
     async def iter_weights(self, load: str) -> AsyncGenerator[tuple[str, Weight], None]:
         """Opens a load and yields its (name, tensor) pairs, in plan order; the load is left at the end.
 
+        Tensors own their memory. With `cache.capacity_bytes` they share it with later loads: nobody may write to them.
         An error in the body of the loop over it is no error here: the generator is abandoned, which is a `break`, and
         the other ranks are told only if the service is left with that error first. `open` where they should hear of it.
         """
@@ -223,7 +224,10 @@ class BlockingLoaderService(_Service):
 
 
 def iter_weights(config: ServiceConfig, load: str, group: GroupChoice = None) -> Iterator[tuple[str, Weight]]:
-    """Opens a service for one load and yields its (name, tensor) pairs; everything is closed at the end."""
+    """Opens a service for one load and yields its (name, tensor) pairs; everything is closed at the end.
+
+    Tensors own their memory. With `cache.capacity_bytes` they share it with later loads: nobody may write to them.
+    """
     with LoaderService.blocking(config, group) as service:
         yield from service.iter_weights(load)
 

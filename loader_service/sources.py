@@ -13,7 +13,8 @@ from loader_service.errors import LoaderError, StateError
 from loader_service.memory.tensors import torch_dtype
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.tables import TablePart
-from loader_service.reading.ranges import FileRange, RangeReader
+from loader_service.reading.file_range import FileRange
+from loader_service.reading.ranges import RangeReader
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 from loader_service.rows import Reading, RowReader, RowSource, SharedRowSource

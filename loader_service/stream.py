@@ -186,7 +186,7 @@ class _Face:
         self._run.check_open()
         check_destinations(self._run.rank_plan, destinations)
         streams = current_streams(tensor.device for tensor in destinations.values())
-        self._begin(lambda: self._run.fill_into(destinations, streams))
+        self._begin(lambda: self._run.reading.fill_into(destinations, streams))
 
     @contextlib.contextmanager
     def _verdict_attached(self) -> Iterator[None]:
@@ -211,8 +211,11 @@ class Load(_Face):
 
     Iterate it for `(name, tensor)` with tensors that own their memory, in plan order (file name, offset), the same on
     every rank. Tensors of 1 MiB and more have memory of their own; smaller ones share arenas of at most 1 MiB, so one
-    small tensor that is kept keeps no more than that alive. A clean `break` is a success of this rank; an exception,
-    also cancellation, fails the load on every rank. It comes out as it is, with a note of what all ranks found.
+    small tensor that is kept keeps no more than that alive. With `cache.capacity_bytes` tensors share their memory with
+    the raw weight cache and with later loads instead, and are read-only by contract: nobody may write to them.
+
+    A clean `break` is a success of this rank; an exception, also cancellation, fails the load on every rank. It comes
+    out as it is, with a note of what all ranks found.
     """
 
     async def __aenter__(self) -> Self:
@@ -237,16 +240,21 @@ class Load(_Face):
             await self._loop.run(self._run.leave(exc))
 
     def __aiter__(self) -> AsyncIterator[tuple[str, Weight]]:
-        self._begin(self._run.fill_owned)
+        """(name, tensor) in plan order, read-only by contract where the raw weight cache is on.
+
+        Raises StateError if the load was consumed already.
+        """
+        self._begin(lambda: self._run.reading.fill_owned())
         self._taking.begin_items()
         return _AsyncItems(self._run, self._taking.tensor)
 
     def batches(self) -> AsyncIterator[Batch]:
         """Leased staging memory, for consumers that copy to a device: `async for batch in load.batches()`.
 
-        Tensors larger than a staging slot come in pieces. Raises StateError if the load was consumed already.
+        Tensors larger than a staging slot come in pieces. Raises StateError if the load was consumed already. Leave
+        each batch before the load: where it shares memory with other ranks, leaving it with one in use is a StateError.
         """
-        self._begin(self._run.fill_slots)
+        self._begin(lambda: self._run.reading.fill_slots())
         return _AsyncItems(self._run, self._taking.batch)
 
     async def into(self, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -290,13 +298,13 @@ class BlockingLoad(_Face):
             self._loop.run_blocking(self._run.leave(exc))
 
     def __iter__(self) -> Iterator[tuple[str, Weight]]:
-        self._begin(self._run.fill_owned)
+        self._begin(lambda: self._run.reading.fill_owned())
         self._taking.begin_items()
         return _Items(self._run, self._taking.tensor)
 
     def batches(self) -> Iterator[Batch]:
         """As `Load.batches`, without await."""
-        self._begin(self._run.fill_slots)
+        self._begin(lambda: self._run.reading.fill_slots())
         return _Items(self._run, self._taking.batch)
 
     def into(self, destinations: Mapping[str, torch.Tensor]) -> None:

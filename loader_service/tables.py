@@ -35,7 +35,7 @@ from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.rules import Layout
 from loader_service.planning.tables import Rows, TablePart, filled_by, shares
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.report import PolicyOutcome
 from loader_service.rows import Reading, RowReader
 from loader_service.sizes import format_size

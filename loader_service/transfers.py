@@ -1,70 +1,118 @@
-"""Transfers: what one positioned read moves, built from a rank's fragments and the memory that they go to.
+"""Transfers: what one range of a file fills, built from a rank's plan and the memory that its bytes go to.
 
-A transfer either reads straight into its destinations (bytes that are contiguous in the file and in the tensor), or
-reads a block into scratch memory and copies the wanted elements from there (column slices, strided or device
+A transfer either reads straight into its destination (bytes that are contiguous in the file and in memory), or reads a
+range into scratch memory and copies the wanted elements from there (column slices, small, strided or device
 destinations). Both are run by a reading thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from loader_service.checkpoint.catalog import Shard
 from loader_service.memory.allocators import HostBuffer
 from loader_service.memory.tensors import tensor_view
 from loader_service.planning.fragments import View
-from loader_service.reading.handles import HandleCache
-from loader_service.reading.positioned import read_fully
+from loader_service.planning.images import BLOCK_BYTES, Image, block_ceil, block_floor, chunks
+from loader_service.planning.shared_units import SharedRanges, Stretch
+from loader_service.planning.sharing import PRIVATE
+from loader_service.reading.file_range import FileRange, Window
 
-MAX_VIEWS = 1000  # of one system call; the kernel takes 1,024
-_DISCARD_BYTES = 256 << 10
+
+class RangeSource(Protocol):
+    """Where ranges of files come from. `read_within` fills the window and returns how many bytes it read for that."""
+
+    def read_within(self, where: FileRange, window: Window) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DirectTransfer:
-    """Bytes [start, start + nbytes) of a shard, scattered over `views` in order."""
+    """Bytes of a shard from `start` on, straight into `window`. `tensor` is whose they are, or the first's."""
 
     shard: int
     start: int
-    nbytes: int
-    views: Sequence[memoryview]
+    window: Window
     tensor: str
 
-    def run(self, handles: HandleCache, shard: Shard, retries: int) -> None:
-        read_fully(handles, shard.path, shard.identity, self.start, self.views, retries=retries, tensor=self.tensor)
+    @property
+    def nbytes(self) -> int:
+        return self.window.nbytes
+
+    def run(self, source: RangeSource, shard: Shard) -> int:
+        return source.read_within(FileRange(shard.path, shard.identity, self.start, self.tensor), self.window)
+
+
+class Copy(NamedTuple):
+    """Elements of a range, `view` counted from `offset_bytes` of it, for `view.index` of `destination`."""
+
+    offset_bytes: int
+    view: View
+    destination: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTransfer:
-    """Bytes [start, start + nbytes) of a shard through scratch memory: `views` of them are copied to `destination`.
+    """Bytes [start, start + nbytes) of a shard through scratch memory, and what of them is copied where.
 
-    The first `gap_bytes` are read with the rest and belong to no view. On a CUDA device the copies are queued on
-    `stream`, where the caller's own work on the destination is, and are waited for: scratch memory is used again.
+    On a CUDA device the copies are queued on `stream`, where the caller's own work on the destinations is, and are
+    waited for: scratch memory is used again. Scratch memory begins with a block and has one more than `nbytes`.
     """
 
     shard: int
     start: int
     nbytes: int
-    gap_bytes: int
-    views: Sequence[View]
-    destination: torch.Tensor
+    copies: Sequence[Copy]
     tensor: str
     stream: torch.cuda.Stream | None = None
 
-    def run(self, handles: HandleCache, shard: Shard, retries: int, scratch: HostBuffer) -> None:
-        wanted_bytes = self.nbytes - self.gap_bytes
-        views = [*discarded(self.gap_bytes), scratch.memoryview[:wanted_bytes]]
-        read_fully(handles, shard.path, shard.identity, self.start, views, retries=retries, tensor=self.tensor)
-        with _queued_on(self.stream), torch.inference_mode(self.destination.is_inference()), torch.no_grad():
-            for view in self.views:
-                source = tensor_view(
-                    scratch.tensor, view.offset_bytes, self.destination.dtype, view.shape, view.strides
-                )
-                self.destination[view.index].copy_(source)
+    def run(self, source: RangeSource, shard: Shard, scratch: HostBuffer) -> int:
+        lead = self.start % BLOCK_BYTES
+        where = FileRange(shard.path, shard.identity, self.start, self.tensor)
+        read_bytes = source.read_within(where, Window(scratch.memoryview, lead, self.nbytes))
+        _copy(scratch, lead, self.copies, self.stream)
+        return read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Bytes [start, start + nbytes) of a shard that another rank may have read: they lie from `offset` of block `block`
+    on. All of them go to `memory`, or, without one, what `copies` say to their destinations, as in `CopyTransfer`."""
+
+    shard: int
+    start: int
+    nbytes: int
+    block: int
+    offset: int
+    memory: memoryview | None
+    copies: Sequence[Copy]
+    tensor: str
+    stream: torch.cuda.Stream | None = None
+
+    def run(self, slot: HostBuffer) -> None:
+        if self.memory is None:
+            _copy(slot, self.offset, self.copies, self.stream)
+            return
+        source = slot.memoryview[self.offset : self.offset + self.nbytes]
+        np.copyto(np.frombuffer(self.memory, np.uint8), np.frombuffer(source, np.uint8))  # others run meanwhile
+
+
+def _copy(source: HostBuffer, first: int, copies: Sequence[Copy], stream: torch.cuda.Stream | None) -> None:
+    """Copies elements of a range that begins at `first` of `source` to their destinations."""
+    with _queued_on(stream), torch.no_grad():
+        for inference, alike in itertools.groupby(copies, lambda copy: copy.destination.is_inference()):
+            with torch.inference_mode(inference):
+                for offset, view, destination in alike:
+                    at = first + offset + view.offset_bytes
+                    elements = tensor_view(source.tensor, at, destination.dtype, view.shape, view.strides)
+                    whole = view.shape == destination.shape  # needs no index, which costs as much as the copy
+                    (destination if whole else destination[view.index]).copy_(elements)
 
 
 @contextlib.contextmanager
@@ -78,49 +126,41 @@ def _queued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-Transfer = DirectTransfer | CopyTransfer
-
-_discard = memoryview(bytearray(_DISCARD_BYTES))
+Transfer = DirectTransfer | CopyTransfer | BlockTransfer
 
 
-def discarded(nbytes: int) -> list[memoryview]:
-    """Views for bytes that are read because they lie between wanted ones. All share one memory that no one reads."""
-    whole, rest = divmod(nbytes, _DISCARD_BYTES)
-    views = [_discard] * whole
-    if rest:
-        views.append(_discard[:rest])
-    return views
+def image_transfers(
+    image: Image, memory: memoryview, chunk_bytes: int, name: Callable[[int], str], shared: SharedRanges | None = None
+) -> Iterator[Transfer]:
+    """Fills an image. `memory` is all of its buffer, which begins with a block: the image's blocks may be overwritten
+    whole, and no other. `name` tells a tensor's. What is in `shared` comes from there."""
+    first, nbytes = block_floor(image.offset), image.stop - image.start
+    blocks = memory[first : block_ceil(image.offset + nbytes)]
+    window = Window(blocks, image.offset - first, nbytes)
+    whole = (Stretch(image.start, image.stop, PRIVATE, -1),)
+    for stretch in whole if shared is None else shared.within(image.shard, image.start, image.stop):
+        part = window.part(stretch.start - image.start, stretch.stop - image.start)
+        yield from _filled(image.shard, stretch, part, chunk_bytes, lambda at: name(image.tensor_at(at)))
 
 
-class RunBuilder:
-    """Joins views whose file ranges touch into transfers of at most `chunk_bytes` and `MAX_VIEWS` views."""
+def memory_transfers(
+    shard: int, start: int, memory: memoryview, chunk_bytes: int, tensor: str, shared: SharedRanges | None = None
+) -> Iterator[Transfer]:
+    """Fills memory of which nothing around may be touched. What is in `shared` comes from there."""
+    stop = start + memory.nbytes
+    whole = (Stretch(start, stop, PRIVATE, -1),)
+    for stretch in whole if shared is None else shared.within(shard, start, stop):
+        view = memory[stretch.start - start : stretch.stop - start]
+        yield from _filled(shard, stretch, Window(view, 0, view.nbytes), chunk_bytes, lambda _: tensor)
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._shard = -1
-        self._start = 0
-        self._nbytes = 0
-        self._views: list[memoryview] = []
-        self._tensor = ""
 
-    def add(self, shard: int, start: int, gap_bytes: int, view: memoryview, tensor: str) -> Iterator[DirectTransfer]:
-        """Adds file range [start, start + len(view)) and the gap before it; yields the transfers that are full."""
-        if shard != self._shard or start - gap_bytes != self._start + self._nbytes:
-            yield from self.flush()
-            self._shard, self._start, self._tensor = shard, start - gap_bytes, tensor
-        for part in (*discarded(gap_bytes), view):
-            taken = 0
-            while taken < len(part):
-                if self._nbytes >= self._chunk_bytes or len(self._views) >= MAX_VIEWS:
-                    end = self._start + self._nbytes
-                    yield from self.flush()
-                    self._shard, self._start, self._tensor = shard, end, tensor
-                count = min(len(part) - taken, self._chunk_bytes - self._nbytes)
-                self._views.append(part if count == len(part) else part[taken : taken + count])
-                self._nbytes += count
-                taken += count
-
-    def flush(self) -> Iterator[DirectTransfer]:
-        if self._nbytes:
-            yield DirectTransfer(self._shard, self._start, self._nbytes, self._views, self._tensor)
-        self._shard, self._nbytes, self._views = -1, 0, []
+def _filled(
+    shard: int, stretch: Stretch, window: Window, chunk_bytes: int, name: Callable[[int], str]
+) -> Iterator[Transfer]:
+    """Fills a window, from a block or by reads of at most `chunk_bytes`."""
+    if stretch.block != PRIVATE:
+        start, nbytes = stretch.start, window.nbytes
+        yield BlockTransfer(shard, start, nbytes, stretch.block, stretch.offset, window.view, (), name(start))
+        return
+    for start, stop in chunks(stretch.start, stretch.stop, chunk_bytes):
+        yield DirectTransfer(shard, start, window.part(start - stretch.start, stop - stretch.start), name(start))

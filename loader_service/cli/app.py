@@ -84,8 +84,8 @@ app = typer.Typer(
         "them with positioned reads, and streams filled buffers to the consumers."
     ),
     epilog=(
-        "Exit codes: 0 done; 1 unexpected; 2 usage or configuration; 3 checkpoint missing, malformed or changed; "
-        "4 ranks disagree or another rank failed; 5 reading failed; 6 memory; 130 interrupted."
+        "Exit codes: 0 done; 1 unexpected; 2 usage or configuration; 3 checkpoint missing, malformed or changed, or "
+        "tensors that differ; 4 ranks disagree or another rank failed; 5 reading failed; 6 memory; 130 interrupted."
     ),
 )
 
@@ -164,6 +164,24 @@ def load_command(
         return run_load(LoadOptions(config, load, verify, manifest, as_json=json, debug=debug))
 
     return _Invocation(work, json, debug, log_level, tells_others=True)
+
+
+@app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="A manifest that `load --manifest` has written.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Compare two manifests: which tensors differ in dtype, shape or bytes, or are in one alone. Code 3 if any does."""
+
+    def work() -> int:
+        from loader_service.cli.comparing import compare_manifests
+
+        return compare_manifests(first, second, as_json=json)
+
+    return _Invocation(work, json, debug, log_level)
 
 
 @app.command("demo")

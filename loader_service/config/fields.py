@@ -183,12 +183,10 @@ def boolean(value: object) -> bool:
     return value
 
 
-def choice(*allowed: str, later: Sequence[str] = ()) -> Callable[[object], str]:
-    """A validator for one of a few words. `later` are words of the contract that this version does not have."""
+def choice(*allowed: str) -> Callable[[object], str]:
+    """A validator for one of a few words."""
 
     def check(value: object) -> str:
-        if isinstance(value, str) and value in later:
-            refuse_value(f"this version does not have {value!r} yet; write {' or '.join(allowed)}", value)
         if not isinstance(value, str) or value not in allowed:
             hint = did_you_mean(value, allowed)
             refuse_value(f"must be one of {', '.join(allowed)}, {found(value)}{hint}", value)

@@ -50,15 +50,6 @@ def _reserve(value: object) -> int | Literal["auto"]:
     return "auto" if value == "auto" else fields.size(0)(value)
 
 
-def _cache_capacity(value: object) -> int:
-    capacity_bytes = fields.size(0)(value)
-    if capacity_bytes:
-        fields.refuse_value(
-            f"this version does not have the raw weight cache, {found(value)}; write 0 or remove the key", value
-        )
-    return capacity_bytes
-
-
 def _size_schema(minimum_bytes: int) -> WithJsonSchema:
     return WithJsonSchema(
         {"anyOf": [{"type": "integer", "minimum": minimum_bytes}, {"type": "string", "pattern": sizes.PATTERN}]}
@@ -98,21 +89,23 @@ class ReadsConfig(FrozenModel):
     )
     access: Annotated[
         Literal["auto", "buffered", "direct"],
-        BeforeValidator(fields.choice("auto", "buffered", later=("direct",))),
-        WithJsonSchema({"enum": ["auto", "buffered"]}),
+        BeforeValidator(fields.choice("auto", "buffered", "direct")),
+        WithJsonSchema({"enum": ["auto", "buffered", "direct"]}),
     ] = Field(
         default="auto",
-        description="How files are read. auto: rows of host-resident tables past the page cache where possible, "
-        "all else through it; buffered: everything through it. In this version direct is refused.",
+        description="How files are read. auto: what the page cache holds from it, the rest past it (O_DIRECT); direct: "
+        "past it without a look at what it holds; both go through it where file system or memory allow nothing else. "
+        "buffered: everything through it.",
     )
     sharing: Annotated[
         Literal["auto", "none", "page_cache", "staging"],
-        BeforeValidator(fields.choice("auto", "none", later=("page_cache", "staging"))),
-        WithJsonSchema({"enum": ["auto", "none"]}),
+        BeforeValidator(fields.choice("auto", "none", "page_cache", "staging")),
+        WithJsonSchema({"enum": ["auto", "none", "page_cache", "staging"]}),
     ] = Field(
         default="auto",
-        description="How ranks of a node share bytes that several want. In this version auto means none; page_cache "
-        "and staging are refused.",
+        description="How ranks of a node share bytes that several want. staging: each is read once, into memory that "
+        "the ranks of the node share; page_cache: each is read once, into the page cache, by turns; none: each rank "
+        "reads for itself; auto: staging or page_cache where that spares 64 MiB or more and can be had.",
     )
     drop_page_cache: Annotated[
         Literal["auto", "always", "never"],
@@ -159,9 +152,8 @@ class AgreementConfig(FrozenModel):
 class CacheConfig(FrozenModel):
     """The raw weight cache."""
 
-    capacity_bytes: Annotated[int, BeforeValidator(_cache_capacity), WithJsonSchema({"const": 0})] = Field(
-        default=0,
-        description="Bytes that the raw weight cache may hold, process-wide. 0 is off, all that this version has.",
+    capacity_bytes: Annotated[int, BeforeValidator(fields.size(0)), _size_schema(0)] = Field(
+        default=0, description="Bytes that the raw weight cache may hold, process-wide. 0: off."
     )
 
 
@@ -182,8 +174,8 @@ class MemoryConfig(FrozenModel):
         ),
     ] = Field(
         default="auto",
-        description="Host memory that must stay free beside host-resident tables, on a machine and in a cgroup. auto: "
-        "a tenth of all there is, at most 16 GiB.",
+        description="Host memory that must stay free beside host-resident tables and what ranks of a node share, on a "
+        "machine and in a cgroup. auto: a tenth of all there is, at most 16 GiB.",
     )
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from loader_service.bridge import uninterrupted
 from loader_service.errors import LoadCancelledError, LoaderError, ReadError, StateError, clear_frames
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.reading.threads import ReadPool
 
 _LOOK_EVERY_S = 1.0

@@ -24,7 +24,7 @@ import numpy as np
 from loader_service.reading.partial import read_part
 from loader_service.reading.reader import DirectoryEntry, FileIdentity, OpenFile, Storage
 
-Operation = Literal["list", "identify", "open", "open direct", "read", "read direct", "drop"]
+Operation = Literal["list", "identify", "open", "open direct", "read", "read direct", "drop", "read ahead"]
 """What a fault acts on. `open` and `read` are those through the page cache."""
 
 
@@ -105,6 +105,7 @@ class FakeStorage:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._reads: list[ReadCall] = []
         self._drops: list[tuple[str, int, int]] = []
+        self._read_aheads: list[tuple[str, int, int]] = []
         self._cached: list[tuple[str, Callable[[int, int], int | None]]] = []
         self._block_bytes = 1
         self._in_flight = 0
@@ -208,6 +209,12 @@ class FakeStorage:
     def bytes_read(self, pattern: str = "*") -> int:
         """The bytes that reads of matching files returned."""
         return sum(read.nbytes for read in self.reads_of(pattern))
+
+    @property
+    def read_aheads(self) -> list[tuple[str, int, int]]:
+        """(path, offset, bytes) of every `read_ahead` that came back."""
+        with self._lock:
+            return list(self._read_aheads)
 
     def opens(self, pattern: str = "*") -> int:
         """How many times matching files were opened, either way."""
@@ -336,6 +343,12 @@ class FakeStorage:
         self._act("drop", file.path, offset, offset + nbytes)
         file.inner.drop_cached(offset, nbytes)
 
+    def _read_ahead(self, file: FakeFile, offset: int, nbytes: int) -> None:
+        self._act("read ahead", file.path, offset, offset + nbytes)
+        file.inner.read_ahead(offset, nbytes)
+        with self._lock:
+            self._read_aheads.append((file.path, offset, nbytes))
+
     def _closed(self, path: str) -> None:
         with self._lock:
             self._calls["close", path] += 1
@@ -368,6 +381,9 @@ class FakeFile:
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         self._storage._drop(self, offset, nbytes)  # noqa: SLF001 - see above
+
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        self._storage._read_ahead(self, offset, nbytes)  # noqa: SLF001 - see above
 
     def close(self) -> None:
         if self._is_open:

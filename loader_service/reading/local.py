@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from loader_service.reading.page_cache import cached_bytes, copy_cached
+from loader_service.reading.page_cache import cached_bytes, copy_cached, is_overlay, read_ahead_bytes
 from loader_service.reading.reader import NOT_REGULAR, DirectoryEntry, FileIdentity
 
 _LEADS_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
@@ -43,10 +43,11 @@ class LocalStorage:
 class LocalFile:
     """One descriptor of a regular file; `LocalStorage.open` makes it, the handle cache closes it."""
 
-    __slots__ = ("_descriptor", "identity")
+    __slots__ = ("_descriptor", "_overlay", "identity")
 
     def __init__(self, descriptor: int, identity: FileIdentity) -> None:
         self._descriptor = descriptor
+        self._overlay: bool | None = None
         self.identity = identity
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
@@ -55,7 +56,9 @@ class LocalFile:
         return os.preadv(self._descriptor, views, offset)
 
     def cached_bytes(self, offset: int, nbytes: int) -> int | None:
-        return cached_bytes(self._descriptor, offset, nbytes)
+        if self._overlay is None:
+            self._overlay = is_overlay(self._descriptor)
+        return cached_bytes(self._descriptor, offset, nbytes, overlay=self._overlay)
 
     def read_cached(self, view: memoryview, offset: int) -> int:
         return copy_cached(self._descriptor, view, offset)
@@ -64,6 +67,14 @@ class LocalFile:
         if not hasattr(os, "posix_fadvise"):
             raise OSError(errno.EOPNOTSUPP, "this system has no posix_fadvise")
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        step_bytes = read_ahead_bytes(self.identity.device)
+        if step_bytes == 0 or not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.EOPNOTSUPP, "this system does not say how much it reads ahead")
+        for start in range(offset, offset + nbytes, step_bytes):
+            step = min(step_bytes, offset + nbytes - start)
+            os.posix_fadvise(self._descriptor, start, step, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -8,6 +8,7 @@ import functools
 import os
 import resource
 import sys
+from pathlib import Path
 
 _CACHESTAT = 451  # the same number on every architecture; glibc has no wrapper for it yet
 _PROBE_BYTES = 4096
@@ -28,8 +29,23 @@ class _Pages(ctypes.Structure):
     )
 
 
-def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
+_SHORT_BYTES = 16 << 20  # a look at so many takes 0.1 ms
+
+
+def is_overlay(descriptor: int) -> bool:
+    """Whether the file is on an overlay file system. Network file systems may ask their server for it."""
+    calls = _system_calls()
+    return calls is not None and calls.file_system(descriptor) == _OVERLAY
+
+
+def cached_bytes(descriptor: int, offset: int, nbytes: int, *, overlay: bool | None = None) -> int | None:
     """How many of the bytes [offset, offset + nbytes) the page cache holds, in whole pages; None if unknown.
+
+    `cachestat` costs some 5 us a MiB and reads nothing ahead. It is refused for files of another owner and by kernels
+    before 6.5: then both ends are probed with reads that must not wait, and all that lies between is taken to be as
+    they are. An overlay file system answers 0 although the lower file is cached: unknown. Not given, `overlay` is asked
+    for.
+
 
     `cachestat` costs some 5 us for each MiB that is held and reads nothing ahead. It is refused for files of another
     owner and by kernels before 6.5: then both ends are probed with reads that must not wait, and all that lies between
@@ -38,7 +54,7 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
     if nbytes <= 0:
         return 0
     calls = _system_calls()
-    if calls is None or calls.file_system(descriptor) == _OVERLAY:
+    if calls is None or (is_overlay(descriptor) if overlay is None else overlay):
         return None
     counted = calls.cachestat(descriptor, offset, nbytes)
     if counted is not None:
@@ -48,6 +64,22 @@ def cached_bytes(descriptor: int, offset: int, nbytes: int) -> int | None:
     if None in found:
         return None
     return sum(nbytes // 2 for held in found if held) if not all(found) else nbytes
+
+
+@functools.cache
+def read_ahead_bytes(device: int) -> int:
+    """What the kernel reads ahead at most when told what will be needed, of files on `device` (their `st_dev`): it
+    drops the rest of a request without a word. 0 where it does not say, or reads nothing ahead."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    block = Path("/sys/dev/block") / number
+    # A partition has no queue of its own; network file systems have no block device.
+    places = (block / "queue", block.resolve().parent / "queue", Path("/sys/class/bdi") / number)
+    for place in places:
+        try:
+            return int((place / "read_ahead_kb").read_text(encoding="ascii")) << 10
+        except (OSError, ValueError):
+            continue
+    return 0
 
 
 def copy_cached(descriptor: int, view: memoryview, offset: int) -> int:
@@ -81,10 +113,12 @@ def _probe(descriptor: int, offset: int) -> bool | None:
 
 
 class _SystemCalls:
-    """What the standard library does not offer, through ctypes, which lets other threads run meanwhile."""
+    """What the standard library does not offer, through ctypes, which lets other threads run meanwhile: but for looks
+    that take less than getting the interpreter's lock back would."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._at_once = ctypes.PyDLL(None, use_errno=True)
 
     def file_system(self, descriptor: int) -> int:
         """The type of the file system, as `statfs` numbers them; 0 if it does not say."""
@@ -93,7 +127,8 @@ class _SystemCalls:
 
     def cachestat(self, descriptor: int, offset: int, nbytes: int) -> int | None:
         pages = _Pages()
-        failed = self._libc.syscall(
+        libc = self._at_once if nbytes <= _SHORT_BYTES else self._libc
+        failed = libc.syscall(
             ctypes.c_long(_CACHESTAT),
             ctypes.c_int(descriptor),
             ctypes.byref(_Range(offset, nbytes)),

@@ -34,6 +34,7 @@ def read_fully(
     retries: int,
     tensor: str | None = None,
     direct: bool = False,
+    spare: tuple[int, int] = (0, 0),
 ) -> None:
     """Fills all `views` in order with the bytes of `path` from `offset` on. Blocks; called on reading threads.
 
@@ -41,6 +42,8 @@ def read_fully(
     rely on it. EIO is tried again `retries` times a call, ESTALE leads to one reopening with a check of the identity,
     nothing else is tried again. Without bytes to read the file is not touched. `direct` goes past the page cache:
     offset, addresses and sizes are then multiples of DIRECT_BLOCK_BYTES, and EINVAL tells that it cannot be done so.
+    So many of the views' first and last bytes are `spare`: room for the rest of a block of which not all is wanted, and
+    of which the file may not have all.
 
     Raises CheckpointError if the file is gone or is not `expected` any more, EndOfFileError if it ends early though it
     is the planned one, ReadError for all other failures of the system, DestinationError for views that cannot be
@@ -48,7 +51,8 @@ def read_fully(
     within a block counts as the file's end.
     """
     step_bytes = DIRECT_BLOCK_BYTES if direct else 1
-    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, step_bytes, planned=expected is not None)
+    planned = expected is not None
+    transfer = _Transfer(path, offset, _flatten(views, path, tensor), tensor, step_bytes, spare, planned)
     attempts = _Attempts(retries)
     while transfer.pending:
         file: OpenFile | None = None
@@ -93,25 +97,31 @@ class _Attempts:
 
 @dataclass(slots=True)
 class _Transfer:
-    """How far one range has come. `pending` are the views still to fill, the first from where it stands."""
+    """How far one range has come. `pending` are the views still to fill, the first from where it stands; bytes
+    [start, stop) are wanted."""
 
     path: str
-    start: int
+    position: int
     pending: deque[memoryview]
     tensor: str | None
     step_bytes: int
+    spare: tuple[int, int]
     planned: bool
-    position: int = field(init=False)
+    start: int = field(init=False)
     stop: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.position = self.start
-        self.stop = self.start + sum(view.nbytes for view in self.pending)
+        before, behind = self.spare
+        self.start = self.position + before
+        self.stop = self.position + sum(view.nbytes for view in self.pending) - behind
 
     def run(self, file: OpenFile) -> bool:
         """Reads until everything is there (True) or the file ends (False); what was read counts after an error too."""
         while self.pending:
             got = file.read_into(self._next_call(), self.position)
+            if got and self.position + got >= self.stop:
+                self.pending.clear()
+                return True
             if got == 0:
                 return False
             usable = got - got % self.step_bytes
@@ -141,7 +151,7 @@ class _Transfer:
 
     def _where(self) -> str:
         of_tensor = f" of tensor {self.tensor!r}" if self.tensor is not None else ""
-        done = self.position - self.start
+        done = max(0, self.position - self.start)
         return f"reading bytes [{self.start}, {self.stop}){of_tensor}, {done} of {self.stop - self.start} bytes in"
 
     def end_of_file(self, file_bytes: int) -> LoaderError:

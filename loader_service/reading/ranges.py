@@ -1,7 +1,9 @@
 """Byte ranges of files into memory: past the page cache where that is possible and faster, through it otherwise.
 
 A range can be read past the page cache straight into its final memory if that memory is congruent with the file:
-address and offset leave the same rest by the block size. Only its first and last partial block are copied over.
+address and offset leave the same rest by the block size. Its first and last partial block are read there, too, where
+the memory around it is free for the rest of them. What cannot be read straight into its memory is copied over from
+memory of the reading thread's own: reading it through the cache would read ahead what others read past it.
 """
 
 from __future__ import annotations
@@ -11,50 +13,26 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from loader_service.errors import EndOfFileError, LoaderError, ReadError
+from loader_service.reading.file_range import Access, Drop, FileRange, How, RangeStatistics, Window, describe
 from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES, read_fully
-from loader_service.reading.reader import FileIdentity
 from loader_service.report import PolicyOutcome
-from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
-Access: TypeAlias = Literal["auto", "buffered", "direct"]
-Drop: TypeAlias = Literal["nothing", "what it brought in", "everything"]
-How: TypeAlias = Literal["direct", "cached", "buffered"]
-
 _PIECE_BYTES = 1 << 20  # how finely a chunk is looked at of which the page cache holds a part
+_OWN_BYTES = 2 << 20  # what a thread copies over at a time; not touched where only edges are
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-
-
-@dataclass(frozen=True, slots=True)
-class RangeStatistics:
-    """What a `RangeReader` did so far.
-
-    `direct_bytes` went past the page cache, `bounced_bytes` of them by way of a block of the reader's own;
-    `cached_bytes` were found in the page cache, `buffered_bytes` read through it; `incongruent_bytes` of these for the
-    memory's sake. `refused` says for each file why it could not be read past the page cache.
-    """
-
-    direct_bytes: int = 0
-    bounced_bytes: int = 0
-    cached_bytes: int = 0
-    buffered_bytes: int = 0
-    incongruent_bytes: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def read_bytes(self) -> int:
-        return self.direct_bytes + self.cached_bytes + self.buffered_bytes
 
 
 class _Piece(NamedTuple):
@@ -63,44 +41,33 @@ class _Piece(NamedTuple):
     how: How
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """The bytes from `start` on of the file at `path`; `expected` is the file that it must be, None for any.
-    `tensor` is whose bytes they are, for messages."""
-
-    path: str
-    expected: FileIdentity | None
-    start: int
-    tensor: str | None = None
-
-    @property
-    def of_what(self) -> str:
-        """Whose bytes they are, in words."""
-        return f"tensor {self.tensor!r}" if self.tensor is not None else "the table"
-
-    def moved(self, nbytes: int) -> FileRange:
-        return replace(self, start=self.start + nbytes)
-
-
 class RangeReader:
     """Reads ranges for one purpose, in one way. Thread-safe; `read` blocks: it is called on reading threads.
 
     `access` "auto": what the page cache holds is copied from it, the rest is read past it, and through it where the
-    file system refuses or the memory is not congruent. "direct" does not ask the page cache first, "buffered" always
-    goes through it. A file that refused is not asked again.
+    file system refuses. "direct" does not ask the page cache first, "buffered" always goes through it. A file that
+    refused is not asked again. `by_tensor`: it counts for each tensor, too.
 
     `drop` says what the page cache is asked to forget behind the reads: "what it brought in" leaves what "auto" found
     there. Without such a look nobody knows what was there, since reads ahead: what is read through it is forgotten.
     """
 
-    def __init__(self, handles: HandleCache, *, access: Access, retries: int, drop: Drop = "nothing") -> None:
+    def __init__(
+        self,
+        handles: HandleCache,
+        *,
+        access: Access,
+        retries: int,
+        drop: Drop = "nothing",
+        by_tensor: bool = False,
+    ) -> None:
         self.handles = handles
         self._access: Access = access
         self._retries = retries
         self._drop = drop
         self._lock = threading.Lock()
-        self._statistics = RangeStatistics()
-        self._of_tensor: dict[tuple[str, str | None], RangeStatistics] = {}
+        self._counts: Counter[str] = Counter()
+        self._of_tensor: dict[tuple[str, str | None], Counter[str]] | None = {} if by_tensor else None
         self._refused: dict[str, str] = {}
         self._paths_read: set[str] = set()
         self._of_thread = threading.local()
@@ -113,7 +80,7 @@ class RangeReader:
     @property
     def statistics(self) -> RangeStatistics:
         with self._lock:
-            return replace(self._statistics, refused=dict(self._refused))
+            return RangeStatistics(**self._counts, refused=dict(self._refused))
 
     @property
     def paths_read(self) -> frozenset[str]:
@@ -127,36 +94,45 @@ class RangeReader:
         return describe(self._access, self.statistics)
 
     def outcome_of(self, tensor: FileRange) -> PolicyOutcome:
-        """As `outcome`, of one tensor's bytes alone."""
+        """As `outcome`, of one tensor's bytes alone; for a reader that counts `by_tensor`."""
         with self._lock:
-            own = self._of_tensor.get((tensor.path, tensor.tensor), RangeStatistics())
+            counts = (self._of_tensor or {}).get((tensor.path, tensor.tensor), Counter[str]())
+            own = RangeStatistics(**counts, refused={})
             refused = {path: why for path, why in self._refused.items() if path == tensor.path and own.buffered_bytes}
         return describe(self._access, replace(own, refused=refused))
 
     def read(self, where: FileRange, view: memoryview) -> None:
         """Fills `view` (contiguous bytes) with the file's bytes from `where.start` on. Raises as `read_fully` does."""
-        if not view.nbytes:
-            return
+        self.read_within(where, Window(view, 0, view.nbytes))
+
+    def read_within(self, where: FileRange, window: Window) -> int:
+        """As `read`, into a window. What lies around the wanted bytes is then undefined. Returns the bytes read."""
+        if not window.nbytes:
+            return 0
         with self._lock:
             self._paths_read.add(where.path)
         start = where.start
-        congruent = (_address(view) - start) % DIRECT_BLOCK_BYTES == 0
-        copied = self._copy_held(where, view, congruent=congruent)
-        for piece in self._pieces(where.moved(copied), start + view.nbytes, congruent=congruent):
-            part, at = view[piece.start - start : piece.stop - start], where.moved(piece.start - start)
-            if piece.how == "direct" and self._read_direct(at, part):
-                continue
-            self._read_through(at, part, cached=piece.how == "cached", congruent=congruent)
+        congruent = (_address(window.memory) + window.lead - start) % DIRECT_BLOCK_BYTES == 0
+        copied = self._copy_held(where, window.view)
+        for piece in self._pieces(where.moved(copied), start + window.nbytes):
+            part, at = window.part(piece.start - start, piece.stop - start), where.moved(piece.start - start)
+            if piece.how != "direct":
+                self._read_through(at, part.view, cached=piece.how == "cached")
+            elif not congruent:
+                self._copy_over(at, part.view)
+            elif not self._read_direct(at, part):
+                self._read_through(at, part.view)
         if self._drop == "everything":
-            self._forget(where, view.nbytes)
+            self._forget(where, window.nbytes)
+        return window.nbytes
 
     # -- which way
 
-    def _pieces(self, where: FileRange, stop: int, *, congruent: bool) -> Iterator[_Piece]:
+    def _pieces(self, where: FileRange, stop: int) -> Iterator[_Piece]:
         start = where.start
         if start == stop:
             return
-        if self._access == "buffered" or not congruent or where.path in self._refused:
+        if self._access == "buffered" or where.path in self._refused:
             yield _Piece(start, stop, "buffered")
             return
         held = 0 if self._access == "direct" else self._cached(where, start, stop)
@@ -168,10 +144,10 @@ class RangeReader:
         else:
             yield from self._mixed(where, stop)
 
-    def _copy_held(self, where: FileRange, view: memoryview, *, congruent: bool) -> int:
+    def _copy_held(self, where: FileRange, view: memoryview) -> int:
         """Copies what the page cache holds from the beginning on, if that has the first page and the last: then it has
         all of them, as a rule, and to count them before takes a twentieth of the time. Returns how many bytes."""
-        if self._access != "auto" or not congruent or where.path in self._refused:
+        if self._access != "auto" or where.path in self._refused:
             return 0
         copied = 0
         with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected) as file:
@@ -203,21 +179,15 @@ class RangeReader:
 
     # -- through the page cache, and past it
 
-    def _read_through(
-        self, where: FileRange, view: memoryview, *, cached: bool = False, congruent: bool = True
-    ) -> None:
+    def _read_through(self, where: FileRange, view: memoryview, *, cached: bool = False) -> None:
         self._read(where, view)
-        for_the_memory = not congruent and self._access != "buffered" and where.path not in self._refused
-        self._count(
-            where,
-            cached_bytes=view.nbytes if cached else 0,
-            buffered_bytes=0 if cached else view.nbytes,
-            incongruent_bytes=view.nbytes if for_the_memory else 0,
-        )
+        self._count(where, cached_bytes=view.nbytes if cached else 0, buffered_bytes=0 if cached else view.nbytes)
         if self._drop == "what it brought in" and not cached:
             self._forget(where, view.nbytes)
 
-    def _read(self, where: FileRange, view: memoryview, *, direct: bool = False) -> None:
+    def _read(
+        self, where: FileRange, view: memoryview, *, direct: bool = False, spare: tuple[int, int] = (0, 0)
+    ) -> None:
         read_fully(
             self.handles,
             where.path,
@@ -227,22 +197,42 @@ class RangeReader:
             retries=self._retries,
             tensor=where.tensor,
             direct=direct,
+            spare=spare,
         )
 
-    def _read_direct(self, where: FileRange, view: memoryview) -> bool:
+    def _copy_over(self, where: FileRange, view: memoryview) -> None:
+        """Past the cache into memory that is not congruent; through it from where that is refused on, and all of it
+        into memory that cannot be written to, which the system tells then."""
+        if not _takes_writes(view[:1]):
+            self._read_through(where, view)
+            return
+        own, done, destination = self._own_memory(), 0, np.frombuffer(view, np.uint8)
+        while done < view.nbytes:
+            at = where.moved(done)
+            lead = at.start % DIRECT_BLOCK_BYTES
+            nbytes = min(view.nbytes - done, own.nbytes - lead)
+            if not self._read_direct(at, Window(own.data, lead, nbytes), bounced=True):
+                self._read_through(at, view[done:])
+                return
+            destination[done : done + nbytes] = own[lead : lead + nbytes]  # unlike a memoryview's, with no lock held
+            done += nbytes
+
+    def _read_direct(self, where: FileRange, window: Window, *, bounced: bool = False) -> bool:
         """False where the file is, or turns out to be, one to be read through the cache: then all of it is."""
         if where.path in self._refused:
             return False
-        start, stop = where.start, where.start + view.nbytes
-        first = min(stop, -(-start // DIRECT_BLOCK_BYTES) * DIRECT_BLOCK_BYTES)
-        last = max(first, stop // DIRECT_BLOCK_BYTES * DIRECT_BLOCK_BYTES)
+        start, stop = where.start, where.start + window.nbytes
+        first, last = _whole_blocks(start, window)
+        head, tail = max(0, start - first), max(0, last - stop)
         try:
             if first < last:
-                self._read(where.moved(first - start), view[first - start : last - start], direct=True)
+                at = window.lead + first - start
+                body = window.memory[at : at + last - first]
+                self._read(where.moved(first - start), body, direct=True, spare=(head, tail))
         except EndOfFileError:
             # Within a block nobody can tell an early end from a read that is cut short; the other way can, and says
             # where the file ends and what was wanted. It returns if the file does not end here.
-            self._read_through(where, view)
+            self._read_through(where, window.view)
             self._refuse(where.path, "reads past the page cache end within a block")
             return True
         except ReadError as error:
@@ -250,10 +240,12 @@ class RangeReader:
                 raise
             self._refuse(where.path, errno.errorcode[error.errno or errno.EINVAL])
             return False
-        self._count(where, direct_bytes=last - first)
+        body_bytes = last - first - head - tail
+        self._count(where, direct_bytes=body_bytes, bounced_bytes=body_bytes if bounced else 0)
         for edge_start, edge_stop in ((start, first), (last, stop)):
             if edge_start < edge_stop:
-                self._read_edge(where.moved(edge_start - start), view[edge_start - start : edge_stop - start])
+                edge = window.view[edge_start - start : edge_stop - start]
+                self._read_edge(where.moved(edge_start - start), edge)
         return True
 
     def _read_edge(self, where: FileRange, view: memoryview) -> None:
@@ -263,7 +255,7 @@ class RangeReader:
         memory that cannot be written to.
         """
         skip = where.start % DIRECT_BLOCK_BYTES
-        block = self._block()
+        block = self._own_memory()[:DIRECT_BLOCK_BYTES]
         got = 0
         try:
             if where.path not in self._refused:
@@ -278,13 +270,14 @@ class RangeReader:
         view[:] = block.data[skip : skip + view.nbytes]
         self._count(where, direct_bytes=view.nbytes, bounced_bytes=view.nbytes)
 
-    def _block(self) -> npt.NDArray[np.uint8]:
-        block: npt.NDArray[np.uint8] | None = getattr(self._of_thread, "block", None)
-        if block is None:
-            memory = np.empty(2 * DIRECT_BLOCK_BYTES, np.uint8)
-            skip = -memory.ctypes.data % DIRECT_BLOCK_BYTES
-            block = self._of_thread.block = memory[skip : skip + DIRECT_BLOCK_BYTES]
-        return block
+    def _own_memory(self) -> npt.NDArray[np.uint8]:
+        """Whole blocks of this thread's own."""
+        memory: npt.NDArray[np.uint8] | None = getattr(self._of_thread, "memory", None)
+        if memory is None:
+            room = np.empty(_OWN_BYTES + DIRECT_BLOCK_BYTES, np.uint8)
+            skip = -room.ctypes.data % DIRECT_BLOCK_BYTES
+            memory = self._of_thread.memory = room[skip : skip + _OWN_BYTES]
+        return memory
 
     def _refuse(self, path: str, why: str) -> None:
         with self._lock:
@@ -303,10 +296,24 @@ class RangeReader:
             _log.debug("%s: the page cache keeps %d bytes from %d on: %s", where.path, nbytes, where.start, error)
 
     def _count(self, where: FileRange, **more: int) -> None:
-        own = (where.path, where.tensor)
         with self._lock:
-            self._statistics = _plus(self._statistics, more)
-            self._of_tensor[own] = _plus(self._of_tensor.get(own, RangeStatistics()), more)
+            self._counts.update(more)
+            if self._of_tensor is not None:
+                self._of_tensor.setdefault((where.path, where.tensor), Counter()).update(more)
+
+
+def _whole_blocks(start: int, window: Window) -> tuple[int, int]:
+    """Which bytes [first, last) of the file are read straight into the window, in whole blocks: those that it has room
+    for. What is wanted before `first` and from `last` on is less than a block each; without any whole block both are
+    the end of the wanted bytes' first block, at most that of the wanted bytes."""
+    stop = start + window.nbytes
+    begun, next_begun = start - start % DIRECT_BLOCK_BYTES, start + -start % DIRECT_BLOCK_BYTES
+    ended, next_ended = stop - stop % DIRECT_BLOCK_BYTES, stop + -stop % DIRECT_BLOCK_BYTES
+    first = begun if start - begun <= window.lead else next_begun
+    last = next_ended if next_ended - stop <= len(window.memory) - window.lead - window.nbytes else ended
+    if first >= stop or last <= start:
+        first = last = min(stop, next_begun)
+    return first, last
 
 
 def _takes_writes(view: memoryview) -> bool:
@@ -321,33 +328,6 @@ def _takes_writes(view: memoryview) -> bool:
         return False
     finally:
         os.close(zeros)
-
-
-def _plus(statistics: RangeStatistics, more: Mapping[str, int]) -> RangeStatistics:
-    return replace(statistics, **{name: getattr(statistics, name) + value for name, value in more.items()})
-
-
-def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
-    """A reader's policy in words: `effective` is `direct`, `buffered` or `mixed`."""
-    through = done.cached_bytes + done.buffered_bytes
-    effective = "mixed" if done.direct_bytes and through else "direct" if done.direct_bytes else "buffered"
-    if not done.direct_bytes and not through:
-        effective = requested
-    parts = []
-    if done.direct_bytes:
-        bounced = f" ({format_size(done.bounced_bytes)} copied over)" if done.bounced_bytes else ""
-        parts.append(f"{format_size(done.direct_bytes)} past the page cache{bounced}")
-    if done.cached_bytes:
-        parts.append(f"{format_size(done.cached_bytes)} copied from the page cache")
-    if done.buffered_bytes:
-        parts.append(f"{format_size(done.buffered_bytes)} read through the page cache")
-    if done.incongruent_bytes:
-        parts.append(f"{format_size(done.incongruent_bytes)} of it into memory that is not congruent with the file")
-    if done.refused:
-        path, why = next(iter(done.refused.items()))
-        more = f" and {len(done.refused) - 1} more files" if len(done.refused) > 1 else ""
-        parts.append(f"{path}{more}: {why}")
-    return PolicyOutcome(requested, effective, "; ".join(parts) or "nothing was read")
 
 
 def _address(view: memoryview) -> int:

@@ -69,6 +69,11 @@ class OpenFile(Protocol):
         it cannot be asked."""
         ...
 
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Brings these bytes into the page cache and hands none over. May return before they are there. OSError with
+        EOPNOTSUPP where the system cannot be asked for it, or would take no more than a part."""
+        ...
+
     def close(self) -> None:
         """Gives the descriptor back; a second call does nothing."""
         ...

@@ -461,7 +461,7 @@ def test_schema_is_json_with_and_without_being_asked(capsys: Capture) -> None:
 
 
 def test_help_of_every_command_is_printed(capsys: Capture) -> None:
-    for command in ([], ["inspect"], ["plan"], ["load"], ["demo"], ["schema"]):
+    for command in ([], ["inspect"], ["plan"], ["load"], ["compare"], ["demo"], ["schema"]):
         assert app.run([*command, "--help"]) == 0
         assert "Usage" in capsys.readouterr().out
 

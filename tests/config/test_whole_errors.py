@@ -38,7 +38,7 @@ loads:
 reads:
   threads: "6"
   acess: auto
-  access: direct
+  access: mapped
   threads: 5
 staging: {capacity_bytes: 1e9, pin: true}
 agreement: {timeout_s: .inf, <<: {}, 1: 2, grace_s: null}

@@ -59,26 +59,3 @@ def test_a_document_holds_no_praise_and_no_long_lines_of_code(name: str) -> None
 def test_every_document_is_reached_from_the_readme() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", text_of("README.md")))
     assert {name for name in NAMES if name.startswith("docs/")} <= linked
-
-
-def test_the_readme_says_what_this_version_refuses() -> None:
-    from loader_service.config.yaml_file import config_from_dict
-    from loader_service.errors import ConfigError
-
-    limits = text_of("README.md").split("## Limits of this version")[1].split("\n## ")[0]
-    base: dict[str, object] = {"checkpoint": {"path": "x"}, "loads": {"target": {}}}
-    refused: dict[str, list[tuple[str, object]]] = {
-        "reads": [
-            ("access", "direct"),
-            ("sharing", "page_cache"),
-            ("sharing", "staging"),
-        ],
-        "cache": [("capacity_bytes", "1GiB")],
-    }
-    for section, pairs in refused.items():
-        for key, value in pairs:
-            assert f"`{section}.{key}`" in limits
-            with pytest.raises(ConfigError, match="this version does not have"):
-                config_from_dict({**base, section: {key: value}})
-    named = {f"{section}.{key}" for section, pairs in refused.items() for key, _ in pairs}
-    assert set(re.findall(r"^\| `([\w.]+)`", limits, re.MULTILINE)) == named

@@ -33,7 +33,7 @@ TABLE_SHARD = "model-00002-of-00005.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the documents assume it: the demo's checkpoint and configuration, and a configuration of one rank."""
+    """A folder as the documents assume it: the demo's checkpoint and configuration, one for one rank, two manifests."""
     folder = tmp_path_factory.mktemp("documents")
     make_demo_checkpoint(folder / ".demo/checkpoint", total_bytes=CHECKPOINT_BYTES)
     (folder / ".demo/demo.yaml").write_text((ROOT / "loader_service/cli/demo.yaml").read_text())
@@ -41,6 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.yaml").write_text(yaml.safe_dump({"checkpoint": {"path": "checkpoint"}, "loads": LOADS}))
     for path, text in written_files("README.md").items():
         (folder / path).write_text(text)
+    for name in ("before.json", "after.json"):
+        assert run(["load", str(folder / "model.yaml"), "--load", "draft", "--manifest", str(folder / name)]) == 0
     return folder
 
 
@@ -166,7 +168,7 @@ def test_following_the_readme_leaves_nothing_in_a_clone_that_git_does_not_ignore
 
 def test_the_readme_shows_every_command() -> None:
     shown = {args[0] for args in commands("README.md", "loader-service")}
-    assert shown == {"inspect", "plan", "load", "demo", "schema"}
+    assert shown == {"inspect", "plan", "load", "compare", "demo", "schema"}
 
 
 def test_the_torchrun_line_names_what_the_demo_makes() -> None:

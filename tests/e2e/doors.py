@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class Left:
     verdict: FailureRecord | None
     complete: bool
     out_bytes: int
+    log: tuple[Verdict, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -97,14 +98,17 @@ def left(service: Service, load: ls.Load | ls.BlockingLoad, error: BaseException
     failure = load.failure
     complete = load._run._plan is not None and load.report.complete
     verdict = None if failure is None else failure.record()
-    return Left(error, verdict, complete, 0 if pool is None else pool.statistics().out_bytes)
+    session = load._run._session
+    log = () if session is None else session.verdict_log
+    return Left(error, verdict, complete, 0 if pool is None else pool.statistics().out_bytes, log)
 
 
 def destinations(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """One that is read in place, one that is copied."""
     names = [next(iter(checkpoint.tensors)), list(checkpoint.tensors)[-1]]
-    wide = torch.zeros((50, 82), dtype=torch.bfloat16)
-    return {names[0]: torch.zeros((50, 41), dtype=torch.bfloat16), names[1]: wide[:, ::2]}
+    rows, columns = checkpoint.tensors[names[1]][1]
+    wide = torch.zeros((rows, 2 * columns), dtype=torch.bfloat16)
+    return {names[0]: torch.zeros((rows, columns), dtype=torch.bfloat16), names[1]: wide[:, ::2]}
 
 
 async def use(
@@ -201,13 +205,15 @@ def in_thread(work: Callable[[Seat], Any]) -> Callable[[Seat], Any]:
     return run
 
 
-CAUSES = {"LoadCancelledError": ls.LoadCancelledError, "EndOfFileError": ls.EndOfFileError}
+OWN_CLASSES = ("LoadCancelledError", "EndOfFileError", "MemoryLimitError", "ReadError", "CheckpointError", "StateError")
+CAUSES = {name: getattr(ls, name) for name in OWN_CLASSES}
 
 
 def check_failed(results: list[Left], who: int, error: BaseException | None, record: FailureRecord) -> None:
     """`who` has raised `error` itself, all others the same RankFailure, and all have seen one verdict."""
     own = results[who]
     assert error is None or own.error is error, "its own exception, the very object"
+    check_logs([result.log for result in results])
     for rank, result in enumerate(results):
         assert result.verdict == record
         assert result.out_bytes == 0
@@ -222,6 +228,13 @@ def check_failed(results: list[Left], who: int, error: BaseException | None, rec
         assert record.message in str(failure.__cause__)
         assert own.notes == [f"verdict of all ranks: {failure}"]
         assert result.notes == []
+
+
+def check_logs(logs: Sequence[Sequence[Verdict]]) -> None:
+    """The verdicts of all ranks are prefixes of one sequence, in which nothing follows a FINAL."""
+    longest = max(logs, key=len)
+    assert all(list(log) == list(longest[: len(log)]) for log in logs)
+    assert not any(verdict.final for verdict in longest[:-1])
 
 
 def located(record: FailureRecord, who: int, phase: str = "read") -> FailureRecord:

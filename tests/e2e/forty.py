@@ -41,11 +41,8 @@ def fail_payload(
     storage.fail(f"*{LAST}", error, times=times, within=payload_of(checkpoint, LAST))
 
 
-def write(folder: Path) -> Checkpoint:
+def write(folder: Path, shape: tuple[int, int] = (50, 41)) -> Checkpoint:
     return write_checkpoint(
         folder,
-        {
-            f"model-0000{i}-of-00002.safetensors": {f"s{i}.w{k:02}": ("BF16", (50, 41)) for k in range(20)}
-            for i in (1, 2)
-        },
+        {f"model-0000{i}-of-00002.safetensors": {f"s{i}.w{k:02}": ("BF16", shape) for k in range(20)} for i in (1, 2)},
     )

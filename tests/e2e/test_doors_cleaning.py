@@ -89,7 +89,7 @@ async def test_an_error_while_cleaning_up_hides_nothing(
 
             def body(taken: int) -> None:
                 if seat.rank == who and taken == 2:
-                    scheduler = service._engine.open_load._scheduler  # type: ignore[union-attr]
+                    scheduler = service._engine.open_load._reading._scheduler  # type: ignore[union-attr]
                     stop = scheduler.stop
 
                     async def stopping(grace_s: float) -> list[str]:

@@ -88,7 +88,7 @@ async def test_a_phase_that_ends_with_an_odd_exception_can_be_logged(
     caplog.set_level(logging.DEBUG, "loader_service")
     own = NoText(SystemExit(3))
 
-    def resources(*_: object) -> NoReturn:
+    def resources(*_: object, **__: object) -> NoReturn:
         raise own
 
     monkeypatch.setattr(Engine, "resources", resources)

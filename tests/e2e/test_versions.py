@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import loader_service as ls
+from loader_service.agreement.messages import PROTOCOL_VERSION
 from tests.support.ranks import Rank, run_ranks
 from tests.support.shards import write_shard
 
@@ -46,6 +47,6 @@ def test_different_versions_are_named_on_every_rank(tmp_path: Path, what: str, w
         assert "install the same version of the loader on all ranks" in message
     else:
         assert " cannot be read: " in message
-        assert "is in version 7 of the protocol, this rank speaks version 1" in message or (
-            "is in version 1 of the protocol, this rank speaks version 7" in message
+        assert f"is in version 7 of the protocol, this rank speaks version {PROTOCOL_VERSION}" in message or (
+            f"is in version {PROTOCOL_VERSION} of the protocol, this rank speaks version 7" in message
         )

@@ -56,6 +56,13 @@ def uncache(path: str) -> None:
     os.close(descriptor)
 
 
+def forget(path: str) -> None:
+    """Takes a file that was written out before from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 def warm(path: str, start: int, stop: int) -> None:
     """Brings exactly the pages of these bytes into the page cache."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from loader_service.reading import page_cache
+from loader_service.reading.local import LocalStorage
 from loader_service.reading.page_cache import cached_bytes, copy_cached
 from tests.reading.disk import MIB, PAGE, disk_folder, uncache, warm
 from tests.reading.making import make_file
@@ -34,11 +35,13 @@ class FakeCalls:
     def __init__(self, counted: int | None, kind: int = 0xEF53) -> None:
         self.counted = counted
         self.kind = kind
+        self.asked_for_kind = 0
 
     def cachestat(self, descriptor: int, offset: int, nbytes: int) -> int | None:
         return self.counted
 
     def file_system(self, descriptor: int) -> int:
+        self.asked_for_kind += 1
         return self.kind
 
 
@@ -70,6 +73,17 @@ def test_asking_brings_nothing_into_the_cache(file: tuple[str, int]) -> None:
     _, descriptor = file
     for _ in range(3):
         assert cached_bytes(descriptor, 0, MIB) == 0
+
+
+def test_a_file_is_asked_once_for_its_file_system(file: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system asks its server for it."""
+    for kind, wanted in ((0xEF53, 77), (0x794C7630, None)):
+        calls = FakeCalls(77, kind)
+        answer(monkeypatch, calls)
+        opened = LocalStorage().open(file[0])
+        assert [opened.cached_bytes(0, MIB) for _ in range(3)] == [wanted] * 3
+        opened.close()
+        assert calls.asked_for_kind == 1
 
 
 def test_an_overlay_is_unknown_whatever_the_kernel_counts(

@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -20,9 +21,10 @@ from hypothesis import strategies as st
 from loader_service.errors import CheckpointError, DestinationError, EndOfFileError, ReadError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.reading.fake import FakeStorage, Operation
+from loader_service.reading.file_range import Access, Drop, FileRange, RangeStatistics, Window, describe
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-from loader_service.reading.ranges import Access, Drop, FileRange, RangeReader, RangeStatistics, describe
+from loader_service.reading.ranges import RangeReader
 from tests.reading.disk import MIB, PAGE, disk_bytes, disk_folder, held, memory, uncache, warm
 from tests.reading.making import PATIENCE_S, make_file
 
@@ -125,17 +127,41 @@ def test_all_that_is_asked_of_a_disk_is_aligned_to_its_blocks(disk: Disk, block:
 
 
 @pytest.mark.parametrize("moved", [1, 511, 512, 2048, 4095])
-def test_memory_that_is_not_congruent_is_filled_through_the_cache_and_the_report_says_so(
-    disk: Disk, moved: int
-) -> None:
+def test_memory_that_is_not_congruent_is_filled_by_way_of_memory_that_is(disk: Disk, moved: int) -> None:
+    disk.fake.align(PAGE)
     reader = disk.reader()
     disk.read(reader, 100, 5 * PAGE, moved=moved)
-    assert disk.direct_reads() == []
-    assert reader.statistics == RangeStatistics(buffered_bytes=5 * PAGE, incongruent_bytes=5 * PAGE)
-    assert reader.outcome.effective == "buffered"
-    assert "into memory that is not congruent with the file" in reader.outcome.reason
-    disk.read(reader, MIB, PAGE)
-    assert reader.outcome.effective == "mixed"
+    assert disk.direct_reads() == [(0, 6 * PAGE)]
+    assert disk.other_reads() == []
+    assert reader.statistics == RangeStatistics(direct_bytes=5 * PAGE, bounced_bytes=5 * PAGE)
+    assert reader.outcome.effective == "direct"
+    assert f"({5 * PAGE} bytes copied over)" in reader.outcome.reason
+
+
+def test_memory_that_is_not_congruent_costs_the_disk_nothing_twice(disk: Disk) -> None:
+    """A large range is copied over in steps, of which each goes its way."""
+    warm(disk.path, 3 * MIB, 4 * MIB)
+    reader = disk.reader()
+    before = disk_bytes()
+    disk.read(reader, 100, SIZE - 200, moved=64)
+    assert disk_bytes() - before == 3 * MIB + PAGE
+    assert disk.direct_reads() == [(0, 2 * MIB), (2 * MIB, MIB), (4 * MIB, 1234)]
+    assert disk.other_reads() == [(3 * MIB, MIB)]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_file_that_refuses_is_read_through_the_cache_into_any_memory(disk: Disk, nth: int) -> None:
+    disk.fake.fail(disk.path, errno.EINVAL, operation="read direct", nth=nth, times=None)
+    reader = disk.reader()
+    disk.read(reader, 100, 4 * MIB, moved=1)
+    assert disk.fake._faults[0].seen == nth + 1
+    direct_bytes = nth * (2 * MIB - 100)
+    assert reader.statistics == RangeStatistics(
+        direct_bytes=direct_bytes,
+        bounced_bytes=direct_bytes,
+        buffered_bytes=4 * MIB - direct_bytes,
+        refused={disk.path: "EINVAL"},
+    )
 
 
 def test_memory_does_not_matter_where_reads_go_through_the_cache_anyway(disk: Disk) -> None:
@@ -208,6 +234,146 @@ def test_nothing_wanted_touches_nothing(disk: Disk) -> None:
     assert disk.fake.opens() == 0
     assert reader.outcome.reason == "nothing was read"
     assert reader.outcome.effective == "auto"
+
+
+# -- with room around the wanted bytes
+
+ROOMY = (3 * PAGE, 3 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "memory_of", "lead"),
+    [
+        pytest.param(0, 50, (0, 100), 10, id="all of it"),
+        pytest.param(0, 20, (0, 30), 10, id="its beginning"),
+        pytest.param(20, 50, (30, 100), 0, id="its end"),
+        pytest.param(20, 30, (30, 40), 0, id="its middle"),
+    ],
+)
+def test_a_part_of_a_window_has_room_at_the_windows_own_ends_only(
+    start: int, stop: int, memory_of: tuple[int, int], lead: int
+) -> None:
+    memory = memoryview(bytes(range(100)))
+    part = Window(memory, 10, 50).part(start, stop)
+    assert part == Window(memory[slice(*memory_of)], lead, stop - start)
+    assert part.view == memory[10 + start : 10 + stop]
+
+
+@contextmanager
+def guarded(nbytes: int, start: int, before: int, behind: int) -> Iterator[tuple[Window, HostBuffer]]:
+    """A window with room before and behind it, in memory of which nothing outside the window may change."""
+    guard = 2 * PAGE
+    whole = memory(guard + before + nbytes + behind + guard, start - guard - before + MIB * PAGE)
+    inside = slice(guard, guard + before + nbytes + behind)
+    yield Window(whole.memoryview[inside], before, nbytes), whole
+    outside = [*whole.memoryview[: inside.start], *whole.memoryview[inside.stop :]]
+    assert set(outside) == {0xEE}, "written outside the window"
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes", "room", "reads", "bounced"),
+    [
+        pytest.param(5, 3 * PAGE, ROOMY, [(0, 4 * PAGE)], 0, id="both ends"),
+        pytest.param(5, 3 * PAGE, (5, PAGE - 5), [(0, 4 * PAGE)], 0, id="just enough"),
+        pytest.param(
+            5, 3 * PAGE, (4, PAGE - 6), [(PAGE, 2 * PAGE), (0, PAGE), (3 * PAGE, PAGE)], PAGE, id="one too few"
+        ),
+        pytest.param(5, 3 * PAGE, (5, 0), [(0, 3 * PAGE), (3 * PAGE, PAGE)], 5, id="room before it alone"),
+        pytest.param(5, 3 * PAGE, (0, PAGE), [(PAGE, 3 * PAGE), (0, PAGE)], PAGE - 5, id="room behind it alone"),
+        pytest.param(5, 100, ROOMY, [(0, PAGE)], 0, id="inside one block"),
+        pytest.param(5, 100, (5, 0), [(0, PAGE)], 100, id="inside one block, with room before it alone"),
+        pytest.param(5, 100, (0, PAGE), [(0, PAGE)], 100, id="inside one block, with room behind it alone"),
+        pytest.param(PAGE - 1, 2, ROOMY, [(0, 2 * PAGE)], 0, id="two blocks, none of them whole"),
+        pytest.param(PAGE, 2 * PAGE, ROOMY, [(PAGE, 2 * PAGE)], 0, id="whole blocks need no room"),
+        pytest.param(SIZE - 5, 5, ROOMY, [(SIZE - 1234, 1234)], 0, id="the file's last block"),
+        pytest.param(PAGE + 1, SIZE - PAGE - 1, ROOMY, [(PAGE, SIZE - PAGE)], 0, id="up to the end"),
+    ],
+)
+def test_ends_are_read_in_place_where_there_is_room_for_their_blocks(
+    disk: Disk, start: int, nbytes: int, room: tuple[int, int], reads: list[tuple[int, int]], bounced: int
+) -> None:
+    disk.fake.align(PAGE)
+    reader = disk.reader()
+    with guarded(nbytes, start, *room) as (window, _):
+        reader.read_within(FileRange(disk.path, None, start), window)
+        assert window.view == disk.content[start : start + nbytes]
+    assert disk.direct_reads() == reads
+    assert disk.other_reads() == []
+    assert reader.statistics == RangeStatistics(direct_bytes=nbytes, bounced_bytes=bounced)
+
+
+def test_room_is_used_at_the_ends_of_a_range_only_not_where_its_pieces_meet(disk: Disk) -> None:
+    warm(disk.path, MIB, 2 * MIB)
+    reader = disk.reader()
+    with guarded(3 * MIB - 200, 100, *ROOMY) as (window, _):
+        reader.read_within(FileRange(disk.path, None, 100), window)
+        assert window.view == disk.content[100 : 3 * MIB - 100]
+    assert disk.direct_reads() == [(0, MIB), (2 * MIB, MIB)]
+    assert disk.other_reads() == [(MIB, MIB)]
+
+
+@pytest.mark.parametrize(
+    ("most", "offsets"),
+    [
+        pytest.param(PAGE, [n * PAGE for n in range(7)], id="a block"),
+        pytest.param(PAGE + 1, [n * PAGE for n in range(7)], id="a byte more"),
+        pytest.param(2 * PAGE + 100, [0, 2 * PAGE, 4 * PAGE], id="the last one with all that is wanted"),
+    ],
+)
+def test_short_reads_with_room_go_on_at_the_next_block(disk: Disk, most: int, offsets: list[int]) -> None:
+    disk.fake.shorten(disk.path, most)
+    reader = disk.reader()
+    with guarded(6 * PAGE, 5, *ROOMY) as (window, _):
+        reader.read_within(FileRange(disk.path, None, 5), window)
+        assert window.view == disk.content[5 : 6 * PAGE + 5]
+    assert reader.statistics == RangeStatistics(direct_bytes=6 * PAGE)
+    assert [offset for offset, _ in disk.direct_reads()] == offsets
+
+
+def test_a_read_that_ends_behind_the_wanted_bytes_is_enough(disk: Disk) -> None:
+    disk.fake.shorten(disk.path, PAGE + 200)
+    reader = disk.reader()
+    with guarded(PAGE, 150, *ROOMY) as (window, _):
+        reader.read_within(FileRange(disk.path, None, 150), window)
+        assert window.view == disk.content[150 : PAGE + 150]
+    assert len(disk.direct_reads()) == 1
+    assert reader.statistics == RangeStatistics(direct_bytes=PAGE)
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(SIZE - 10, 11), (SIZE - PAGE, PAGE + 1), (SIZE, 5)])
+def test_a_file_that_ends_before_the_wanted_bytes_do_is_found_out_with_room_too(
+    disk: Disk, start: int, nbytes: int
+) -> None:
+    with guarded(nbytes, start, *ROOMY) as (window, _), pytest.raises(EndOfFileError) as caught:
+        disk.reader().read_within(FileRange(disk.path, None, start, "a.b"), window)
+    wanted = f"the file ends at byte {SIZE} while reading bytes [{start}, {start + nbytes}) of tensor 'a.b'"
+    assert wanted in str(caught.value)
+
+
+def test_an_error_with_room_names_the_wanted_bytes(disk: Disk) -> None:
+    disk.fake.fail(disk.path, errno.EIO, operation="read direct", times=None)
+    with guarded(PAGE, 150, *ROOMY) as (window, _), pytest.raises(ReadError) as caught:
+        disk.reader().read_within(FileRange(disk.path, None, 150), window)
+    assert f"reading bytes [150, {PAGE + 150}), 0 of {PAGE} bytes in" in str(caught.value)
+
+
+@pytest.mark.parametrize("operation", ["open direct", "read direct"])
+def test_a_file_that_refuses_fills_the_window_through_the_cache(disk: Disk, operation: Operation) -> None:
+    disk.fake.fail(disk.path, errno.EINVAL, operation=operation, times=None)
+    reader = disk.reader()
+    with guarded(2 * PAGE, 5, *ROOMY) as (window, whole):
+        reader.read_within(FileRange(disk.path, None, 5), window)
+        assert window.view == disk.content[5 : 2 * PAGE + 5]
+        assert set(whole.memoryview[: 5 * PAGE]) == {0xEE}, "through the cache nothing more is read"
+    assert reader.statistics.fallbacks == (f"{disk.path}: read through the page cache: EINVAL",)
+
+
+def test_files_that_refuse_for_one_reason_are_told_of_together() -> None:
+    done = RangeStatistics(refused={"/a": "EINVAL", "/b": "EOPNOTSUPP", "/c": "EINVAL", "/d": "EINVAL"})
+    assert done.fallbacks == (
+        "/a and 2 more files: read through the page cache: EINVAL",
+        "/b: read through the page cache: EOPNOTSUPP",
+    )
 
 
 # -- refusals
@@ -437,7 +603,8 @@ def test_what_it_brought_in_is_forgotten_and_what_was_there_stays(disk: Disk) ->
     disk.read(reader, 0, 2 * MIB)
     assert dropped(disk) == []
     assert held(disk.path) == MIB
-    disk.read(reader, 2 * MIB, MIB, moved=1)
+    disk.fake.cache(disk.path, lambda offset, nbytes: None)
+    disk.read(reader, 2 * MIB, MIB)
     assert dropped(disk) == [(2 * MIB, MIB)]
     assert held(disk.path, 2 * MIB, MIB) == 0
     assert held(disk.path, 0, MIB) == MIB
@@ -623,14 +790,13 @@ def test_any_range_by_any_way_is_the_files_bytes(data: st.DataObject, file_on_di
         start = data.draw(st.integers(0, 100_000) | st.integers(len(content) - 50_000, len(content)))
         nbytes = data.draw(st.integers(0, min(len(content) - start, 50_000)))
         moved = data.draw(st.sampled_from([0, 0, 1, 512]))
-        buffer = memory(nbytes + 2, start, moved=moved)
-        reader.read(FileRange(path, None, start), buffer.memoryview[:nbytes])
-        assert buffer.memoryview[:nbytes] == content[start : start + nbytes]
-        assert bytes(buffer.memoryview[nbytes:]) == b"\xee\xee", "nothing is written behind the range"
+        room = data.draw(st.tuples(*[st.sampled_from([0, 0, 1, 500, PAGE, 9000])] * 2))
+        with guarded(nbytes, start + moved, *room) as (window, _):
+            reader.read_within(FileRange(path, None, start), window)
+            assert window.view == content[start : start + nbytes]
         total += nbytes
     handles.close()
     done = reader.statistics
     assert done.direct_bytes + done.cached_bytes + done.buffered_bytes == total
     assert done.bounced_bytes <= done.direct_bytes
-    assert done.incongruent_bytes <= done.buffered_bytes
     assert os.path.getsize(path) == len(content)

@@ -26,7 +26,8 @@ def own_files() -> list[Path]:
     found: list[Path] = []
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [name for name in folders if name not in MADE and not name.endswith(MADE_SUFFIXES)]
-        found += [Path(folder) / name for name in names if not name.endswith((".pyc", ".safetensors"))]
+        kept = [name for name in names if name != ".git" and not name.endswith((".pyc", ".safetensors"))]
+        found += [Path(folder) / name for name in kept]
     return found
 
 

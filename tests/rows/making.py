@@ -13,9 +13,10 @@ import torch
 
 from loader_service.memory.tensors import raw_memory
 from loader_service.reading.fake import FakeStorage
+from loader_service.reading.file_range import Access, Drop, FileRange
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-from loader_service.reading.ranges import Access, Drop, FileRange, RangeReader
+from loader_service.reading.ranges import RangeReader
 from loader_service.reading.threads import ReadPool
 from loader_service.rows import RowReader, RowSource, SharedRowSource
 from tests.reading.making import PATIENCE_S

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loader_service.errors import StateError
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.sources import LoadRowReader
 from tests.rows.making import Workshop, make_table
 

@@ -18,7 +18,7 @@ from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitEr
 from loader_service.memory.allocators import allocate_host
 from loader_service.reading import chunked
 from loader_service.reading.fake import Gate
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.rows import RowSource
 from tests.reading.making import PATIENCE_S
 from tests.rows.making import SENTINEL, Table, Workshop, bytes_of, empty_rows, make_table, until, untouched

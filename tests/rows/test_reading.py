@@ -17,8 +17,9 @@ from loader_service.checkpoint.dtypes import DTYPE_LIST
 from loader_service.errors import CheckpointError, ConfigError, EndOfFileError
 from loader_service.memory.allocators import allocate_host
 from loader_service.memory.tensors import torch_dtype
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.rows import RowSource
+from loader_service.sizes import format_size
 from tests.reading.disk import PAGE, disk_folder, held, uncache, warm
 from tests.reading.making import PATIENCE_S
 from tests.rows.making import Table, Workshop, bytes_of, empty_rows, make_table, until, untouched
@@ -214,15 +215,16 @@ def test_congruent_memory_is_filled_past_the_page_cache(large: Table) -> None:
     assert held(large.path) == 0
 
 
-def test_other_memory_is_filled_through_it_and_the_source_says_so(large: Table) -> None:
+def test_other_memory_is_filled_by_way_of_a_copy_and_the_source_says_so(large: Table) -> None:
     buffer = allocate_host(300 * 4000, congruent_to=large.offset + 1)
     dst = buffer.tensor.view(large.dtype).view(300, 4000)
     with large.alone() as source:
         source.read_rows_into(dst, 100)
         outcome = source.access
     assert bytes_of(dst) == large.rows(100, 400)
-    assert outcome.effective == "buffered"
-    assert "not congruent with the file" in outcome.reason
+    assert outcome.effective == "direct"
+    assert f"({format_size(300 * 4000)} copied over)" in outcome.reason
+    assert held(large.path) == 0
 
 
 def test_chunks_end_where_blocks_do_so_that_only_the_ends_are_copied_over(

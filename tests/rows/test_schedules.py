@@ -19,7 +19,7 @@ from loader_service.errors import ReadError
 from loader_service.memory.allocators import allocate_host
 from loader_service.reading import chunked
 from loader_service.reading.chunked import Reading
-from loader_service.reading.ranges import FileRange
+from loader_service.reading.file_range import FileRange
 from loader_service.reading.threads import ReadPool
 from tests.reading.making import PATIENCE_S
 from tests.rows.making import Workshop, make_table

@@ -466,7 +466,9 @@ async def test_queued_reads_never_run_after_leaving(checkpoint: Checkpoint) -> N
         stream = load.batches()
         await asyncio.to_thread(gate.reached.wait, 20)
         leaving = asyncio.create_task(load.__aexit__(None, None, None))
-        scheduler = load._run._scheduler
+        reading = load._run._reading
+        assert reading is not None
+        scheduler = reading._scheduler
         assert scheduler is not None
         await until(lambda: scheduler._failed)  # leaving has begun, and waits for the read in flight
         gate.release()

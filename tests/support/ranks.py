@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -34,7 +35,15 @@ from loader_service.errors import FailureRecord, LoaderError
 
 _CHILD_ENDS_AFTER_S = 300  # a child that a test process which died itself could not kill
 
-PRELOAD = ["torch", "torch.distributed", "loader_service", "loader_service.agreement.store_carrier", "pytest", "uvloop"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "loader_service.service",
+    "loader_service.agreement.store_carrier",
+    "pytest",
+    "uvloop",
+    "tests.conftest",
+]
 
 
 @dataclass(frozen=True)
@@ -328,6 +337,7 @@ def _main(
 ) -> None:
     if enter is not None:
         enter(rank)
+    gc.freeze()  # what the fork server has made is no garbage, and not looked at again
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The fork server's stderr is what it had when it started, which may be another test's captured output.
     with open(os.path.join(folder, f"{rank}.stderr"), "w") as stderr:

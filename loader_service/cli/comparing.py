@@ -1,0 +1,191 @@
+"""`compare`: what two manifests, as `load --manifest` writes them, say of the same tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from loader_service.checkpoint.dtypes import DTYPES
+from loader_service.checkpoint.refusal import shown
+from loader_service.cli.output import print_document
+from loader_service.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+MAX_MANIFEST_BYTES: Final = 256 << 20
+"""More than a million tensors; whatever is larger is another kind of file."""
+
+_MOST_ROWS: Final = 20
+_MOST_CHARACTERS: Final = 200
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a manifest says of one tensor; the shape as the file's header counts it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def as_dict(self) -> dict[str, object]:
+        return {"dtype": self.dtype, "shape": list(self.shape), "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two manifests, A and B. `differ` and `missing` (in A alone) are in A's order, `extra` (in B alone) in B's.
+
+    `compared` counts the names that both have.
+    """
+
+    compared: int
+    differ: tuple[tuple[str, Entry, Entry], ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        return not (self.differ or self.missing or self.extra)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "same": self.same,
+            "compared": self.compared,
+            "differ": [{"name": name, "a": a.as_dict(), "b": b.as_dict()} for name, a, b in self.differ],
+            "missing": list(self.missing),
+            "extra": list(self.extra),
+        }
+
+
+def compare_manifests(path_a: Path, path_b: Path, *, as_json: bool) -> int:
+    """Prints how two manifests differ. Returns the exit code: 0 if they do not, else 3, like a failed `--verify`."""
+    found = compare(read_manifest(path_a), read_manifest(path_b))
+    if as_json:
+        print_document(found.as_dict())
+    else:
+        _show(found)
+    return EXIT_OK if found.same else EXIT_CHECKPOINT
+
+
+def compare(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Comparison:
+    """How the tensors of two manifests differ."""
+    both = [name for name in a if name in b]
+    return Comparison(
+        compared=len(both),
+        differ=tuple((name, a[name], b[name]) for name in both if a[name] != b[name]),
+        missing=tuple(name for name in a if name not in b),
+        extra=tuple(name for name in b if name not in a),
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Entry]:
+    """A manifest's entries in its order. Raises ConfigError where it cannot be read, or is anything else."""
+    text = _text_of(path)
+    try:
+        top: object = json.JSONDecoder(object_pairs_hook=partial(_without_repeats, path)).decode(text)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(path, f"it is not JSON: {error}") from None
+    if not isinstance(top, dict):
+        raise _refusal(path, "it is no object of tensor names")
+    return {name: _entry(path, name, value) for name, value in top.items()}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise _refusal(path, "it is no regular file")
+            if found.st_size > MAX_MANIFEST_BYTES:
+                raise _refusal(path, f"it has {found.st_size} bytes, more than {MAX_MANIFEST_BYTES} are not read")
+            return file.read(found.st_size).decode("utf-8")
+    except UnicodeDecodeError:
+        raise _refusal(path, "it is not UTF-8") from None
+    except OSError as error:
+        words = f"{path}: the manifest cannot be read: {error.strerror}; check the path and its rights"
+        raise ConfigError(words, path=str(path), errno=error.errno) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe, too, that nobody writes to."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _without_repeats(path: Path, pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _refusal(path, f"{shown(name)} is in it twice")
+        found[name] = value
+    return found
+
+
+def _entry(path: Path, name: str, value: object) -> Entry:
+    problem = "must be an object with dtype, shape and sha256, and nothing else"
+    if isinstance(value, dict) and value.keys() == {"dtype", "shape", "sha256"}:
+        dtype, shape, sha256 = value["dtype"], value["shape"], value["sha256"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            problem = "its dtype is no code of the format"
+        elif not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            problem = "its shape is no list of whole numbers"
+        elif not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            problem = "its sha256 is not 64 hexadecimal digits in lower case"
+        else:
+            return Entry(dtype, tuple(shape), sha256)
+    raise _refusal(path, f"tensor {shown(name)}: {problem}", tensor=name[:_MOST_CHARACTERS])
+
+
+def _refusal(path: Path, cause: str, *, tensor: str | None = None) -> ConfigError:
+    words = f"{path}: no manifest: {cause}; give two files that `load --manifest` has written"
+    return ConfigError(words, path=str(path), tensor=tensor)
+
+
+def _show(found: Comparison) -> None:
+    from loader_service.cli.render import show, table
+
+    made = table("Different tensors", "tensor", "<in what", "<A", "<B")
+    for name, a, b in found.differ[:_MOST_ROWS]:
+        made.add_row(*map(_plain, (shown(name), _respects(a, b), _described(a), _described(b))))
+    _say_how_many_more(made, len(found.differ))
+    for words, names in (("in A alone", found.missing), ("in B alone", found.extra)):
+        for name in names[:_MOST_ROWS]:
+            made.add_row(_plain(shown(name)), words)
+        _say_how_many_more(made, len(names))
+    verdict = "The same" if found.same else "Not the same"
+    counts = f"{len(found.differ)} differ; {len(found.missing)} are in A alone, {len(found.extra)} in B alone"
+    show(*([] if found.same else [made]), f"{verdict}: of {found.compared} tensors that both have {counts}.")
+
+
+def _say_how_many_more(made: Table, count: int) -> None:
+    if count > _MOST_ROWS:
+        made.add_row(f"and {count - _MOST_ROWS} more")
+
+
+def _respects(a: Entry, b: Entry) -> str:
+    """In what two entries differ, in words."""
+    found = {"dtype": a.dtype != b.dtype, "shape": a.shape != b.shape, "bytes": a.sha256 != b.sha256}
+    return ", ".join(name for name, differs in found.items() if differs)
+
+
+def _described(entry: Entry) -> str:
+    shape = str(list(entry.shape))
+    if len(shape) > _MOST_CHARACTERS:
+        shape = f"{shape[:_MOST_CHARACTERS]}... ({len(entry.shape)} dimensions)"
+    return f"{entry.dtype} {shape} {entry.sha256[:12]}"
+
+
+def _plain(text: str) -> Text:
+    """Text as it stands: in a string rich would see markup and the names of emoji."""
+    from rich.text import Text
+
+    return Text(text)

@@ -1,0 +1,84 @@
+"""The raw weight cache as one load uses it: what it holds is not read, what is read is left there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loader_service.checkpoint.catalog import Shard
+from loader_service.memory.allocators import allocate_host
+from loader_service.memory.cache import Admission, FileState, Segment, WeightCache
+from loader_service.memory.held import ByteRanges
+from loader_service.planning.plan import RankPlan
+from loader_service.planning.units import extents_of_fragments, fragments_of_tensors
+from loader_service.reading.file_range import FileRange, Window
+from loader_service.reading.ranges import RangeReader
+
+
+def cacheable(plan: RankPlan) -> tuple[dict[int, ByteRanges], bool]:
+    """By shard, what the cache can hold of a load: tensors whose bytes lie together in the file, with the gaps that are
+    read between them. And whether that is all of it."""
+    bounds = fragments_of_tensors(plan)
+    alone = bounds[:-1][np.diff(bounds) == 1]
+    alone = alone[plan.fragment_dst[alone] == 0]
+    start, stop, shard = plan.fragment_start[alone], plan.fragment_stop[alone].copy(), plan.fragment_shard[alone]
+    extent = extents_of_fragments(plan)[alone]
+    joined = np.flatnonzero((np.diff(alone) == 1) & (np.diff(extent) == 0))
+    stop[joined] = start[joined + 1]
+    numbers = np.flatnonzero(np.bincount(shard)).tolist()
+    ranges = {each: ByteRanges.merged(start[shard == each], stop[shard == each]) for each in numbers}
+    return ranges, len(alone) == len(plan.fragment_start)
+
+
+class CachedBytes:
+    """One load's part of the cache. Thread-safe. `everything`: all that it wants was held when it began; `adds`: it may
+    leave what it reads there."""
+
+    def __init__(self, cache: WeightCache, plan: RankPlan, shards: Sequence[Shard], capacity_bytes: int) -> None:
+        """Makes room for what is not held yet. Blocks."""
+        self._cache = cache
+        self._states = [FileState(shard.path, shard.identity) for shard in shards]
+        wanted, complete = cacheable(plan)
+        by_state = {self._states[shard]: ranges for shard, ranges in wanted.items()}
+        self._admission: Admission = cache.make_room(by_state, capacity_bytes)
+        self.adds = self._admission.admitted
+        self.everything = complete and self._admission.lacking_bytes == 0
+        self.outcome = self._admission.outcome
+
+    def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:
+        """The bytes, if all of them are held."""
+        return self._cache.held(self._states[shard], start, stop)
+
+    def insert(self, shard: int, start: int, memory: memoryview) -> None:
+        """Holds memory that is filled with the bytes from `start` on, and that nobody changes any more."""
+        self._admission.insert(self._states[shard], start, memory)
+
+    def close(self) -> None:
+        """The load is over."""
+        self._admission.close()
+
+
+class CachingReader:
+    """Reads ranges for memory that the consumer has only for a while, or owns: the cache keeps a copy, if `keeps`."""
+
+    def __init__(self, ranges: RangeReader, cached: CachedBytes, shards: Sequence[Shard], *, keeps: bool) -> None:
+        self._ranges = ranges
+        self._cached = cached
+        self._numbers = {shard.path: number for number, shard in enumerate(shards)}
+        self._keeps = keeps and cached.adds
+
+    def read_within(self, where: FileRange, window: Window) -> int:
+        shard, start = self._numbers[where.path], where.start
+        held = self._cached.held(shard, start, start + window.nbytes)
+        if held is not None:
+            for segment in held:
+                part = window.part(segment.start - start, segment.stop - start).view
+                np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(segment.memory, np.uint8))
+            return 0
+        read_bytes = self._ranges.read_within(where, window)
+        if self._keeps:
+            kept = allocate_host(window.nbytes).memoryview
+            np.copyto(np.frombuffer(kept, np.uint8), np.frombuffer(window.view, np.uint8))
+            self._cached.insert(shard, start, kept)
+        return read_bytes

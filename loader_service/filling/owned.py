@@ -1,0 +1,162 @@
+"""Tensors that own their memory: what iterating a load hands over."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from loader_service.filling.form import MAX_TENSORS_A_UNIT, Memory, Resources
+from loader_service.filling.parts import PartReads, Target
+from loader_service.filling.specs import empty_of, storage_dtype
+from loader_service.memory.allocators import allocate_together
+from loader_service.memory.pool import Reservation
+from loader_service.planning.arenas import ARENA_BYTES, OwnedLayout, needs_copies, owned_units
+from loader_service.planning.images import Image
+from loader_service.planning.plan import RankPlan
+from loader_service.transfers import Transfer, image_transfers
+
+
+class OwnedUnit:
+    """Filled tensors that own their memory. Popped one by one, on the consumer's thread; then the budget is back."""
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        unit: OwnedLayout,
+        places: list[tuple[memoryview, int]],
+        reservation: Reservation,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._plan = plan
+        self._next, self._first, self._stop = unit.first, unit.first, unit.stop
+        self._places = places
+        self._reservation = reservation
+        self._keep = keep
+
+    def filled(self) -> None:
+        """All bytes are there, and nobody has them yet."""
+        self._keep()
+
+    def pop(self) -> tuple[str, torch.Tensor] | None:
+        """The next (name, tensor) in plan order, or None at the end. The unit keeps nothing of what it handed out."""
+        i = self._next
+        if i == self._stop:
+            return None
+        self._next += 1
+        memory, offset = self._places[i - self._first]
+        tensor = owned_tensor(self._plan, i, memory, offset)
+        self._places[i - self._first] = _NOTHING
+        if self._next == self._stop:
+            self._reservation.release()
+        return self._plan.name(i), tensor
+
+    @property
+    def empty(self) -> bool:
+        return self._next == self._stop
+
+    def release(self) -> None:
+        """Gives back the budget of a unit that no consumer will take."""
+        self._reservation.release()
+
+
+_NOTHING = (memoryview(b""), 0)
+
+
+def owned_tensor(plan: RankPlan, tensor: int, memory: memoryview, offset: int) -> torch.Tensor:
+    """A tensor with a storage of exactly its bytes, over memory that it keeps alive; a copy if they lie unaligned."""
+    shape, dtype = plan.storage_shape(tensor), storage_dtype(plan, tensor)
+    nbytes = plan.nbytes(tensor)
+    if nbytes == 0:
+        return empty_of(plan, tensor, shape)
+    if offset % dtype.itemsize:
+        copied = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).clone()
+        return copied.view(dtype).view(shape)
+    count = nbytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+class OwnedFilling:
+    """Fills memory that becomes the tensors'.
+
+    Small tensors lie in arenas of at most `ARENA_BYTES`, as in the file, so that one that is kept keeps no more than
+    that alive; a larger one has memory of its own. Both are read in place; only column slices, and small tensors that
+    lie in several parts of the file, pass through scratch memory. With the raw weight cache on, memory that is read in
+    place is the cache's, too, and what it holds already is handed over as it is.
+    """
+
+    keeps_copies = False
+
+    def __init__(self, plan: RankPlan, resources: Resources, *, chunk_bytes: int) -> None:
+        pool = resources.pool
+        self._plan = plan
+        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._shared = resources.shared_ranges
+        self._cached = resources.cached
+        self.scratch_leases = resources.scratch_leases(plan) if needs_copies(plan) else 0
+        self._budget_bytes = resources.capacity_bytes - self.scratch_leases * pool.slot_bytes
+        self._unit_bytes = min(chunk_bytes, self._budget_bytes // 4)
+        self._parts = PartReads(plan, chunk_bytes=chunk_bytes, scratch_bytes=pool.slot_bytes, shared=self._shared)
+
+    def units(self) -> Iterator[OwnedLayout]:
+        return owned_units(self._plan, unit_bytes=self._unit_bytes, max_tensors=MAX_TENSORS_A_UNIT)
+
+    async def acquire(self, unit: OwnedLayout) -> Memory:
+        # A tensor larger than the budget takes all of it, and so is read alone: it is what the consumer waits for.
+        return await self._pool.reserve(min(unit.nbytes, self._budget_bytes))
+
+    def prepare(self, unit: OwnedLayout, memory: Memory) -> tuple[OwnedUnit, Iterator[Transfer]]:
+        assert isinstance(memory, Reservation)
+        held = self._held(unit.images)
+        # Each in blocks of its own, beginning with one, so that it is filled in whole blocks.
+        wanted = [(0 if number in held else nbytes, 0) for number, nbytes in enumerate(unit.buffers)]
+        buffers = [buffer.memoryview for buffer in allocate_together(wanted)]
+        moved = [0] * len(buffers)
+        for image in unit.images:
+            if image.memory in held:
+                buffers[image.memory], moved[image.memory] = held[image.memory], -image.offset
+        places = [
+            (buffers[buffer], offset + moved[buffer]) if buffer >= 0 else _NOTHING for buffer, offset in unit.places
+        ]
+        read = [image for image in unit.images if image.memory not in held]
+        keep = partial(self._insert, read, buffers)
+        return OwnedUnit(self._plan, unit, places, memory, keep), self._transfers(unit, read, buffers)
+
+    def _held(self, images: Sequence[Image]) -> dict[int, memoryview]:
+        """Memory of the cache that is all of an image, by the number of its buffer: tensors then share it."""
+        found = {}
+        for image in images if self._cached is not None else ():
+            assert self._cached is not None
+            segments = self._cached.held(image.shard, image.start, image.stop)
+            if segments is not None and len(segments) == 1:  # more are copied, as if they were read
+                found[image.memory] = segments[0].memory
+        return found
+
+    def _insert(self, images: Sequence[Image], buffers: Sequence[memoryview]) -> None:
+        for image in images if self._cached is not None else ():
+            assert self._cached is not None
+            nbytes = image.stop - image.start
+            self._cached.insert(image.shard, image.start, buffers[image.memory][image.offset : image.offset + nbytes])
+
+    def _transfers(self, unit: OwnedLayout, images: Sequence[Image], buffers: list[memoryview]) -> Iterator[Transfer]:
+        """In plan order: what the node shares comes in that order."""
+        in_parts = unit.in_parts
+        for image in images:
+            before = bisect_left(in_parts, image.tensors[0])
+            yield from self._in_parts(unit, buffers, in_parts[:before])
+            in_parts = in_parts[before:]
+            yield from image_transfers(image, buffers[image.memory], self._chunk_bytes, self._plan.name, self._shared)
+        yield from self._in_parts(unit, buffers, in_parts)
+
+    def _in_parts(self, unit: OwnedLayout, buffers: list[memoryview], numbers: list[int]) -> Iterator[Transfer]:
+        if numbers:
+            yield from self._parts.transfers([self._target(unit, buffers, number) for number in numbers])
+
+    def _target(self, unit: OwnedLayout, buffers: list[memoryview], number: int) -> Target:
+        buffer, offset = unit.places[number - unit.first]
+        nbytes = self._plan.nbytes(number)
+        memory = buffers[buffer][offset : offset + nbytes] if nbytes >= ARENA_BYTES else None
+        return Target(number, owned_tensor(self._plan, number, buffers[buffer], offset), memory)

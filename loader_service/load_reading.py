@@ -1,0 +1,215 @@
+"""What one rank reads in one load: for its own consumer, for others of its node, and what became of it.
+
+Runs on the service's loop. `LoadRun` agrees with the other ranks and says when; here bytes move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from loader_service.bridge import Channel
+from loader_service.engine import Engine
+from loader_service.errors import LoaderError
+from loader_service.filling import (
+    CachedBytes,
+    Filling,
+    IntoFilling,
+    OwnedFilling,
+    OwnedUnit,
+    Resources,
+    SlotFilling,
+    SlotUnit,
+    Streams,
+    UnitT,
+)
+from loader_service.node_sharing import NodeSharing
+from loader_service.planning.arenas import OwnedLayout
+from loader_service.planning.plan import RankPlan
+from loader_service.planning.units import SlotLayout, TensorUnit
+from loader_service.report import PolicyOutcome
+from loader_service.scheduler import Progress, Scheduler
+from loader_service.sizes import format_size
+from loader_service.sources import Tables
+
+log = logging.getLogger("loader_service.load")
+
+
+class LoadReading:
+    """The reading of one load, from the moment when all ranks have agreed on it. `begin`, then one of the `fill_*`.
+
+    `on_failure` gets what goes wrong here, `on_progress` is called when something was read.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: RankPlan,
+        tables: Tables,
+        sharing: NodeSharing,
+        cached: CachedBytes | None,
+        channel: Channel[OwnedUnit | SlotUnit],
+        progress: Progress,
+        *,
+        on_progress: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._plan = plan
+        self._tables = tables
+        self._sharing = sharing
+        self._cached = cached
+        self._channel = channel
+        self._progress = progress
+        self._on_progress = on_progress
+        self._on_failure = on_failure
+        self._policies: dict[str, PolicyOutcome] = {}
+        self._stuck: list[str] = []
+        self._resources: Resources | None = None
+        self._scheduler: Scheduler[OwnedLayout] | Scheduler[SlotLayout] | Scheduler[TensorUnit] | None = None
+
+    async def begin(self, ranks_by_node: Mapping[str, int]) -> None:
+        """From here on this rank reads for others of its node, whenever its own consumer comes."""
+        resources, self._policies = self._engine.resources(ranks_by_node, access=self._sharing.access)
+        resources.pool.restart_peak()
+        self._resources = resources
+        shared = await self._sharing.begin(resources, self._on_failure, self._on_progress)
+        self._resources = replace(resources, shared=shared, cached=self._cached)
+
+    # One form of consumption
+
+    def fill_owned(self) -> None:
+        plan = self._plan.streamed
+        self._scheduler = self._scheduled(plan, OwnedFilling(plan, self._ready, chunk_bytes=self._chunk_bytes))
+
+    def fill_slots(self) -> None:
+        plan = self._plan.streamed
+        self._scheduler = self._scheduled(plan, SlotFilling(plan, self._ready, chunk_bytes=self._chunk_bytes))
+
+    def fill_into(self, destinations: Mapping[str, torch.Tensor], streams: Streams) -> None:
+        whole = self._plan
+        plan = whole.restrict([i for name in destinations if (i := whole.index_of(name)) is not None])
+        filling = IntoFilling(plan, destinations, self._ready, chunk_bytes=self._chunk_bytes, streams=streams)
+        self._scheduler = self._scheduled(plan, filling)
+
+    @property
+    def _ready(self) -> Resources:
+        assert self._resources is not None
+        return self._resources
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return self._engine.config.reads.chunk_bytes
+
+    def _scheduled(self, plan: RankPlan, filling: Filling[UnitT]) -> Scheduler[UnitT]:
+        scheduler = Scheduler(
+            plan,
+            plan.catalog.shards,
+            filling,
+            self._ready,
+            self._channel,
+            reads=self._engine.config.reads,
+            progress=self._progress,
+            on_progress=self._on_progress,
+            on_failure=self._on_failure,
+        )
+        scheduler.start()
+        return scheduler
+
+    # Ending
+
+    def fail(self, error: LoaderError) -> None:
+        """The load has failed on all ranks: what is queued stops, whoever waits gets `error`."""
+        self._sharing.fail(error)
+        if self._scheduler is not None:
+            self._scheduler.fail(error)
+        self._tables.fail(error)
+
+    def give_up(self) -> None:
+        """The load has failed here: what is ended now waits for nothing but reads in flight."""
+        self._sharing.give_up()
+
+    async def stop_taking(self) -> None:
+        """Ends what this rank reads and takes for its own consumer."""
+        if self._scheduler is not None:
+            self._note_stuck(await self._scheduler.stop(self._engine.config.agreement.grace_s))
+        await self._sharing.leave()
+
+    async def stop_sharing(self) -> None:
+        """Ends what this rank reads for others of its node."""
+        self._note_stuck(await self._sharing.stop(self._engine.config.agreement.grace_s))
+
+    def left(self) -> None:
+        """The load is over."""
+        self._tables.left()
+        if self._cached is not None:
+            self._cached.close()
+
+    def _note_stuck(self, reads: list[str]) -> None:
+        for stuck in reads:
+            self._stuck.append(f"left behind: a read of {stuck} never returned")
+            log.warning("a read of %s did not return; its memory is not used again", stuck)
+
+    async def verify_files(self) -> None:
+        """The files that bytes came from are still those whose headers were planned with."""
+        taken = self._sharing.shards_taken
+        if self._cached is not None:  # which has the bytes of files that nobody may have looked at since
+            taken = frozenset(self._plan.extent_shard.tolist())
+        shards = [self._plan.catalog.shards[i] for i in sorted(taken | self.shards_read)]
+
+        def verify() -> None:
+            for shard in shards:
+                self._engine.handles.verify(shard.path, shard.identity)
+
+        if shards:
+            await self._engine.in_thread(verify, what="looking at the files of the load again")
+
+    # What became of it
+
+    @property
+    def progress(self) -> str:
+        """How far this rank has come, in words."""
+        text = f"{format_size(self.read_bytes)} read"
+        if row_bytes := self._tables.read_bytes:
+            text += f", {format_size(row_bytes)} of it rows of host-resident tables"
+        return text + self._sharing.progress
+
+    @property
+    def shards_read(self) -> frozenset[int]:
+        """The shards of which payload was read: streamed, by rows, for others of the node."""
+        scheduled = self._scheduler.shards_read if self._scheduler is not None else ()
+        return frozenset({*scheduled, *self._tables.shards_read, *self._sharing.shards_read})
+
+    @property
+    def read_bytes(self) -> int:
+        return self._progress.read_bytes + self._tables.read_bytes
+
+    @property
+    def striped_bytes(self) -> int:
+        return self._sharing.read_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most staging memory that was held at once."""
+        return self._resources.pool.statistics().peak_bytes if self._resources is not None else 0
+
+    @property
+    def policies(self) -> dict[str, PolicyOutcome]:
+        found: dict[str, PolicyOutcome] = {}
+        if self._resources is not None:
+            found["access"] = self._sharing.access_outcome(self._resources.ranges.outcome)
+        found["sharing"] = self._sharing.outcome
+        if self._cached is not None:
+            found["cache"] = self._cached.outcome
+        shared = self._sharing.pin_outcome
+        pin = {"pin": shared} if shared is not None else {}
+        return found | self._policies | pin | self._tables.policies
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """What was done otherwise than asked."""
+        files = self._resources.ranges.statistics.fallbacks if self._resources is not None else ()
+        return [*files, *self._sharing.fallbacks, *self._stuck]
