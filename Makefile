@@ -51,7 +51,7 @@ format: $(STAMP) ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP) ## Measure catalog, plan, streaming and agreement, and print the tables
+bench: $(STAMP) ## Measure catalog, plan, streaming, tables, drafts and agreement, and print the tables
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 # The second environment borrows the first one's dependencies, but not its editable install of this project.

@@ -12,6 +12,7 @@ SHORT_FORMS = (
     ("benchmarks.small", ("--rounds", "3", "--tensors", "20000")),
     ("benchmarks.stream", ("--rounds", "3", "--gib", "1")),
     ("benchmarks.host_tables", ("--rounds", "3", "--ranks", "4")),
+    ("benchmarks.draft", ("--short",)),
     ("benchmarks.agreement", ("--short",)),
 )
 

@@ -26,6 +26,7 @@ PRELOAD = [
     "loader_service.cli.load",
     "benchmarks.agreement_exchanges",
     "benchmarks.agreement_failures",
+    "benchmarks.draft_sides",
     "benchmarks.host_tables_sides",
 ]
 WATCHDOG_S = 120.0
