@@ -28,14 +28,17 @@ CASES: list[Case] = [
     *(("draft", "staging", access) for access in ("auto", "direct")),
 ]
 DRAFT = "mtp.0."
+Shape: TypeAlias = tuple[str, tuple[int, ...]]  # (dtype code, shape)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
     """48 MiB in three shards; the draft is 6 MiB in the middle of one."""
-    shape = ("BF16", (1000, 1024))
-    middle = {f"{DRAFT if number in (3, 4, 5) else 'layers.'}{number}.weight": shape for number in range(8)}
-    shards: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+    shape: Shape = ("BF16", (1000, 1024))
+    middle: dict[str, Shape] = {
+        f"{DRAFT if number in (3, 4, 5) else 'layers.'}{number}.weight": shape for number in range(8)
+    }
+    shards: dict[str, dict[str, Shape]] = {
         "a.safetensors": {f"layers.{number}.weight": shape for number in range(10, 18)},
         "b.safetensors": {"bias": ("U8", (13,)), "norm": ("F32", (257,)), **middle},
         "c.safetensors": {f"layers.{number}.weight": shape for number in range(20, 28)},
@@ -59,7 +62,7 @@ def digest_of(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from loader_service.agreement.node_mesh import Mesh
 from loader_service.errors import LoadCancelledError, MemoryLimitError
-from loader_service.memory.allocators import allocate_host
+from loader_service.memory import shared
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, allocate_host
 from loader_service.memory.shared import SharedMemory
 from loader_service.sharing.segment import CHANNEL, Segment, obtain
 from tests.reading.making import PATIENCE_S
@@ -55,6 +56,17 @@ async def test_all_ranks_have_the_same_memory_and_keep_no_descriptor(count: int)
         for segment in found:
             told = [bytes(segment.slot(number, 0).memoryview[:3]) for number in range(count)]
             assert told == [b"%03d" % number for number in range(count)]
+
+
+async def test_each_rank_has_its_own_slots_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(shared, "collapse", lambda address, nbytes: asked.append((address, nbytes)))
+    async with meshes(2) as ranks:
+        found = await asyncio.gather(
+            *(obtain(mesh, range(2), (2, 1), HUGE_PAGE_BYTES, in_thread) for mesh in ranks),
+        )
+        own = [(found[0].slot(0, 0).address, 2 * HUGE_PAGE_BYTES), (found[1].slot(1, 0).address, HUGE_PAGE_BYTES)]
+        assert sorted(asked) == sorted(own)
 
 
 class Waiting:
