@@ -23,7 +23,7 @@ from loader_service.reading.threads import ReadPool
 
 log = logging.getLogger("loader_service.load")
 
-PIECE_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = 64 << 20
 MOST_THREADS: Final = 16  # of a rank
 MOST_THREADS_A_NODE: Final = 64
 _DISCARD_BYTES: Final = 1 << 20
@@ -41,7 +41,14 @@ class ReadAhead:
     it gave up, None while all is well) may be looked at by anyone."""
 
     def __init__(
-        self, stripes: Sequence[Stripe], shards: Sequence[Shard], handles: HandleCache, *, threads: int, retries: int
+        self,
+        stripes: Sequence[Stripe],
+        shards: Sequence[Shard],
+        handles: HandleCache,
+        *,
+        threads: int,
+        retries: int,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.read_bytes = 0
         self.problem: str | None = None
@@ -49,9 +56,9 @@ class ReadAhead:
         self._handles = handles
         self._retries = retries
         self._pieces = deque(
-            (shard, at, min(at + PIECE_BYTES, stop))
+            (shard, at, min(at + piece_bytes, stop))
             for shard, start, stop in stripes
-            for at in range(start, stop, PIECE_BYTES)
+            for at in range(start, stop, piece_bytes)
         )
         self._pool = ReadPool(threads, name="loader-ahead")
         self._lock = threading.Lock()

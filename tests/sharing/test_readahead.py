@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from loader_service.checkpoint.catalog import Shard
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-from loader_service.sharing.readahead import PIECE_BYTES, ReadAhead, Stripe, threads_of
+from loader_service.reading.page_cache import read_ahead_bytes
+from loader_service.sharing.readahead import ReadAhead, Stripe, threads_of
 from tests.reading.disk import disk_folder, held, uncache
 from tests.reading.making import PATIENCE_S, make_file
 
+PIECE_BYTES = 8 << 20
 SIZE = 3 * PIECE_BYTES + 12345
 
 
@@ -29,7 +32,7 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
 
 
 async def run(storage: FakeStorage, shard: Shard, stripes: list[Stripe], *, threads: int = 2) -> ReadAhead:
-    ahead = ReadAhead(stripes, [shard], HandleCache(storage, 8), threads=threads, retries=0)
+    ahead = ReadAhead(stripes, [shard], HandleCache(storage, 8), threads=threads, retries=0, piece_bytes=PIECE_BYTES)
     ahead.start()
     while not ahead.over:
         await asyncio.wait([asyncio.wrap_future(future) for future in ahead._running], timeout=PATIENCE_S)
@@ -68,7 +71,7 @@ async def test_a_failure_ends_it_and_nothing_else(shard: Shard) -> None:
 async def test_stopping_drops_what_is_left(shard: Shard) -> None:
     storage = FakeStorage(LocalStorage())
     gate = storage.block("*", operation="read ahead")
-    ahead = ReadAhead([(0, 0, SIZE)], [shard], HandleCache(storage, 8), threads=1, retries=0)
+    ahead = ReadAhead([(0, 0, SIZE)], [shard], HandleCache(storage, 8), threads=1, retries=0, piece_bytes=PIECE_BYTES)
     ahead.start()
     await asyncio.to_thread(gate.reached.wait, PATIENCE_S)
     stopping = asyncio.ensure_future(ahead.stop(PATIENCE_S))
@@ -91,3 +94,31 @@ async def test_without_stripes_nothing_is_opened(shard: Shard) -> None:
 )
 def test_threads_have_a_cap_for_a_rank_and_one_for_a_node(ranks: int, per_node: int, threads: int) -> None:
     assert threads_of(ranks, per_node) == threads
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Advice returns before the bytes are there, and nothing tells when they are."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_nothing_behind_a_long_stripe_comes_with_it(tmp_path: Path) -> None:
+    """Where the kernel reads far ahead, most of a stripe is touched here and there, and it reads on by itself."""
+    step_bytes = read_ahead_bytes(tmp_path.stat().st_dev)
+    stripe_bytes = 8 * step_bytes
+    if not step_bytes:
+        pytest.skip("this file system does not say how far it reads ahead")
+    with disk_folder(tmp_path) as folder:
+        path = folder / "long.safetensors"
+        with path.open("wb") as written:
+            written.truncate(3 * stripe_bytes)
+        long = Shard(path.name, str(path), LocalStorage().identify(str(path)), 0, "")
+        handles = HandleCache(LocalStorage(), 8)
+        with handles.borrow(long.path, long.identity) as file:
+            file.read_ahead(stripe_bytes, stripe_bytes)
+        wait_until(lambda: held(long.path, stripe_bytes, stripe_bytes) == stripe_bytes)
+        handles.close()
+        assert held(long.path, 0, stripe_bytes) == 0
+        assert held(long.path, 2 * stripe_bytes, stripe_bytes) == 0
