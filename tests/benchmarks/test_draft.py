@@ -39,7 +39,7 @@ from loader_service.report import LoadReport, PolicyOutcome
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_sides, "TENSORS_A_SHARD", 40)
+    monkeypatch.setattr(draft_sides, "TENSORS_A_SHARD", 80)
     monkeypatch.setattr(draft_sides, "SHARDS", 6)
     monkeypatch.setattr(draft_sides, "DRAFT_SHARDS", (1, 3, 5))
 
@@ -206,7 +206,8 @@ def test_too_few_tensors_and_other_files_are_told_and_fail(
     arguments = ["--part", "draft", "--draft-gib", "0.02", "--rounds", "1", "--folder", str(tmp_path)]
     assert draft.main(arguments) == 1
     out = capsys.readouterr().out
-    assert f"WRONG: warm, {DRAFT}, rank 0: 40 tensors with" in out
+    assert f"WRONG: warm, {DRAFT}, rank 0: 80 tensors with" in out
+    assert out.count("rank 0: 80 tensors with") == 2, "when bytes were compared, and in the round"
     shards = ", ".join(f"model-{number:05d}-of-00006.safetensors" for number in (1, 2, 4, 6))
     assert f"not those that hold the draft were read, or those were not: {shards}" in out
 
