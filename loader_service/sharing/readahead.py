@@ -41,14 +41,7 @@ class ReadAhead:
     it gave up, None while all is well) may be looked at by anyone."""
 
     def __init__(
-        self,
-        stripes: Sequence[Stripe],
-        shards: Sequence[Shard],
-        handles: HandleCache,
-        *,
-        threads: int,
-        retries: int,
-        piece_bytes: int = PIECE_BYTES,
+        self, stripes: Sequence[Stripe], shards: Sequence[Shard], handles: HandleCache, *, threads: int, retries: int
     ) -> None:
         self.read_bytes = 0
         self.problem: str | None = None
@@ -56,9 +49,9 @@ class ReadAhead:
         self._handles = handles
         self._retries = retries
         self._pieces = deque(
-            (shard, at, min(at + piece_bytes, stop))
+            (shard, at, min(at + PIECE_BYTES, stop))
             for shard, start, stop in stripes
-            for at in range(start, stop, piece_bytes)
+            for at in range(start, stop, PIECE_BYTES)
         )
         self._pool = ReadPool(threads, name="loader-ahead")
         self._lock = threading.Lock()

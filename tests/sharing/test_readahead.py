@@ -15,12 +15,18 @@ from loader_service.reading.fake import FakeStorage
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.page_cache import read_ahead_bytes
+from loader_service.sharing import readahead
 from loader_service.sharing.readahead import ReadAhead, Stripe, threads_of
 from tests.reading.disk import disk_folder, held, uncache
 from tests.reading.making import PATIENCE_S, make_file
 
 PIECE_BYTES = 8 << 20
 SIZE = 3 * PIECE_BYTES + 12345
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readahead, "PIECE_BYTES", PIECE_BYTES)
 
 
 @pytest.fixture
@@ -32,7 +38,7 @@ def shard(tmp_path: Path) -> Iterator[Shard]:
 
 
 async def run(storage: FakeStorage, shard: Shard, stripes: list[Stripe], *, threads: int = 2) -> ReadAhead:
-    ahead = ReadAhead(stripes, [shard], HandleCache(storage, 8), threads=threads, retries=0, piece_bytes=PIECE_BYTES)
+    ahead = ReadAhead(stripes, [shard], HandleCache(storage, 8), threads=threads, retries=0)
     ahead.start()
     while not ahead.over:
         await asyncio.wait([asyncio.wrap_future(future) for future in ahead._running], timeout=PATIENCE_S)
@@ -71,7 +77,7 @@ async def test_a_failure_ends_it_and_nothing_else(shard: Shard) -> None:
 async def test_stopping_drops_what_is_left(shard: Shard) -> None:
     storage = FakeStorage(LocalStorage())
     gate = storage.block("*", operation="read ahead")
-    ahead = ReadAhead([(0, 0, SIZE)], [shard], HandleCache(storage, 8), threads=1, retries=0, piece_bytes=PIECE_BYTES)
+    ahead = ReadAhead([(0, 0, SIZE)], [shard], HandleCache(storage, 8), threads=1, retries=0)
     ahead.start()
     await asyncio.to_thread(gate.reached.wait, PATIENCE_S)
     stopping = asyncio.ensure_future(ahead.stop(PATIENCE_S))
