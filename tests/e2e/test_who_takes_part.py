@@ -93,7 +93,7 @@ def load_thirty_times(rank: Rank, folder: str, kind: str) -> list[int]:
     rank.init_process_group()
     store = dist.distributed_c10d._get_default_store()
     config = config_of(folder, tp=2)
-    counts = []
+    counts: list[int] = []
     for number in range(30):
         group = None if kind == "default" else ls.Rendezvous(store, rank.rank, rank.world_size, "thirty")
         if number % 5 == 3:
