@@ -294,7 +294,7 @@ def test_subgroups_load_for_themselves_beside_the_callers_collectives(checkpoint
 
 def load_with_few_descriptors(rank: Rank, folder: str) -> tuple[int, int, int]:
     """Twice a whole load and then one that fails: (tensors, tensors, descriptors that the second time has cost)."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
     storage = FakeStorage(LocalStorage())
 
     async def load_once() -> int:
@@ -316,11 +316,11 @@ def load_with_few_descriptors(rank: Rank, folder: str) -> tuple[int, int, int]:
     before = len(os.listdir("/proc/self/fd"))
     second = asyncio.run(load_once())
     assert storage.open_now == 0
-    assert storage.max_open < 64
+    assert storage.max_open < 96
     return first, second, len(os.listdir("/proc/self/fd")) - before
 
 
-def test_150_shards_load_on_two_ranks_with_64_descriptors_each(tmp_path: Path) -> None:
+def test_150_shards_load_on_two_ranks_with_96_descriptors_each(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path, {f"s{i:03}.safetensors": {f"w{i}": ("U8", (i + 8,))} for i in range(150)})
     assert len(made.tensors) == 150
     for outcome in run_ranks(load_with_few_descriptors, 2, str(tmp_path)):
@@ -330,7 +330,7 @@ def test_150_shards_load_on_two_ranks_with_64_descriptors_each(tmp_path: Path) -
 
 
 def load_with_more_threads_than_descriptors(rank: Rank, folder: str) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
     with ls.LoaderService.blocking(config_of(folder, reads={"threads": 200, "threads_per_node": 1000})) as service:
         for _ in service.iter_weights("target"):
             pass

@@ -78,6 +78,11 @@ def test_a_process_of_several_that_nobody_connected_is_refused_at_once(folder: P
 # One service after the other -----------------------------------------------------------------------------------------
 
 
+# A session that begins before the last one's threads have given their connections back opens others, which then stay.
+# Twenty services that leave one descriptor each are still found.
+SPARE_DESCRIPTORS = 8
+
+
 def descriptors_once_threads_have_let_go(most: int) -> int:
     """How many this process has, at most `most` if that comes to be: a store's connections end with its threads."""
     deadline_s = time.monotonic() + 10
@@ -103,7 +108,7 @@ def load_thirty_times(rank: Rank, folder: str, kind: str) -> list[int]:
             assert names_loaded(config, group) == share(rank.rank, 2)
         if number in (9, 29):
             dist.barrier()
-            most = counts[0] + 2 if counts else sys.maxsize
+            most = counts[0] + SPARE_DESCRIPTORS if counts else sys.maxsize
             counts += [descriptors_once_threads_have_let_go(most), threading.active_count()]
             counts.append(store.num_keys() if rank.rank == 0 else 0)
             dist.barrier()
@@ -123,7 +128,7 @@ def test_thirty_services_one_after_the_other_some_of_which_fail_leave_nothing(fo
     for outcome in run_ranks(load_thirty_times, 2, str(folder), kind):
         counts = outcome.get()
         after_ten, at_the_end = counts[:3], counts[3:]
-        assert at_the_end[0] <= after_ten[0] + 2, "descriptors"
+        assert at_the_end[0] <= after_ten[0] + SPARE_DESCRIPTORS, "descriptors"
         assert at_the_end[1] <= after_ten[1], "threads"
         assert at_the_end[2] <= after_ten[2], "keys in the store"
 
