@@ -102,7 +102,6 @@ def test_the_readme_shows_what_the_demo_prints(
             torch.zeros(tensor.nbytes, dtype=torch.uint8).view(demo_checkpoint._CODES[tensor.dtype]).view(tensor.shape)
         )
 
-    monkeypatch.setattr(demo, "_launch", FakeRanks())
     monkeypatch.setattr(demo_checkpoint, "_content", zeros)
     assert app.run(["demo", "--folder", str(tmp_path)]) == 0
     shutil.rmtree(tmp_path)  # 300 MiB
@@ -112,7 +111,7 @@ def test_the_readme_shows_what_the_demo_prints(
         assert line.strip() in printed
 
 
-@pytest.mark.parametrize("changed", [{"read_bytes": 1}, {"verified": None}, {"tensors": 0}], ids=str)
+@pytest.mark.parametrize("changed", [{"read_bytes": 1 << 30}, {"verified": None}, {"tensors": 0}], ids=str)
 def test_a_report_that_differs_from_the_plan_fails_the_demo(
     changed: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

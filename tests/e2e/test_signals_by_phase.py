@@ -125,14 +125,19 @@ def test_a_signal_in_each_phase(checkpoint: Checkpoint, face: str, number: signa
 
 
 def be_signalled_in_the_body(rank: Rank, folder: str, form: str, generator: bool) -> Told | None:
-    """The signal comes while the consumer waits for a read that stands still, and comes back when the others know."""
+    """The signal comes while the consumer waits for a read that stands still, which comes back a while after it."""
     checkpoint = forty_of(folder)
     storage = FakeStorage(LocalStorage())
     group = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "body")
     gate = storage.block("*00002-of*", nth=2) if rank.rank == 1 else None
     if gate is not None:
+
+        def interrupted(*_: object) -> None:
+            threading.Timer(1.0, gate.release).start()
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, interrupted)
         mark_when(gate.reached, rank, "reading")
-        threading.Timer(1.0, gate.release).start()
     with ls.LoaderService.blocking(checkpoint.config(**QUICK), group, storage=storage) as service:
         if not generator:
             return told(use_blocking(service, checkpoint, form))
