@@ -14,6 +14,7 @@ from loader_service.agreement.messages import MessageError, Verdict, entry_key
 
 _NEXT_WITHIN_S = 2.0
 _LOOK_S = 0.02
+_MOST_IDLE = 4  # what a leader uses at once; more come where a session begins before the last one's have come back
 
 
 class Store(Protocol):
@@ -63,8 +64,10 @@ class ClientPool:
         return self._connect().clone()
 
     def give_back(self, client: Store) -> None:
+        """The client is idle again; closed, where enough are."""
         with self._lock:
-            self._idle.append(client)
+            if len(self._idle) < _MOST_IDLE:
+                self._idle.append(client)
 
     def drop(self) -> None:
         """Closes the idle connections, and forgets the one that new ones are made from."""
