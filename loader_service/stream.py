@@ -48,12 +48,13 @@ class _Taking:
         self._streamed = 0
         self._tables: Iterator[tuple[str, RowSource]] | None = None
         self._tables_left = 0
+        self._has_tables = False
         self._last_tensor = -1
 
     def tensor(self) -> tuple[str, Weight] | None:
         """The next (name, tensor or row source), or None if the consumer has to wait. ChannelClosed at the end."""
         self._run.channel.check()
-        if (table := self._due_table()) is not None:
+        if self._has_tables and (table := self._due_table()) is not None:
             return table
         while True:
             if self._unit is None:
@@ -74,6 +75,7 @@ class _Taking:
     def begin_items(self) -> None:
         """Items are tensors and tables: all of both are to be taken."""
         self._tables_left = len(self._run.tables.sources) if self._run.tables is not None else 0
+        self._has_tables = self._tables_left > 0
 
     def _due_table(self) -> tuple[str, RowSource] | None:
         """A host-resident table whose turn it is; no byte of it is read before the consumer does."""

@@ -84,8 +84,8 @@ def _check(reports: Sequence[Document], plan: LoadPlan) -> None:
         # A gap between two pieces of memory is planned, but not read.
         if found != expected or read > own.read_bytes:
             raise CheckpointError(
-                f"rank {rank} of load '{plan.load}' reports (tensors, payload, verified) {found} and {read} bytes read, "
-                f"planned were {expected} and at most {own.read_bytes}: this is a bug of the loader",
+                f"rank {rank} of load '{plan.load}' reports (tensors, payload, verified) {found} and {read} bytes "
+                f"read, planned were {expected} and at most {own.read_bytes}: this is a bug of the loader",
                 rank=rank,
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
 from loader_service.filling.cached import CachedBytes
-from loader_service.filling.form import MAX_TENSORS_A_UNIT, Memory, Resources, Streams
+from loader_service.filling.form import Memory, Resources, Streams
 from loader_service.filling.into import IntoFilling
 from loader_service.filling.owned import OwnedFilling, OwnedUnit
 from loader_service.filling.slots import SlotFilling, SlotUnit
@@ -18,7 +18,6 @@ from loader_service.filling.specs import TensorSpec, storage_dtype, tensor_spec
 from loader_service.transfers import Transfer
 
 __all__ = [
-    "MAX_TENSORS_A_UNIT",
     "CachedBytes",
     "Filling",
     "IntoFilling",

@@ -8,15 +8,17 @@ from functools import partial
 
 import torch
 
-from loader_service.filling.form import MAX_TENSORS_A_UNIT, Memory, Resources
+from loader_service.filling.form import Memory, Resources
 from loader_service.filling.parts import PartReads, Target
-from loader_service.filling.specs import empty_of, storage_dtype
+from loader_service.filling.specs import empty_of, storage_columns, storage_dtype
 from loader_service.memory.allocators import allocate_together
 from loader_service.memory.pool import Reservation
 from loader_service.planning.arenas import ARENA_BYTES, OwnedLayout, needs_copies, owned_units
 from loader_service.planning.images import Image
 from loader_service.planning.plan import RankPlan
 from loader_service.transfers import Transfer, image_transfers
+
+MAX_OWNED_A_UNIT = 4096  # tensors, which cost the service's loop next to nothing: they are laid out by arena
 
 
 class OwnedUnit:
@@ -26,13 +28,14 @@ class OwnedUnit:
         self,
         plan: RankPlan,
         unit: OwnedLayout,
-        places: list[tuple[memoryview, int]],
+        memories: Sequence[memoryview],
+        offsets: Sequence[int],
         reservation: Reservation,
-        keep: Callable[[], None] = lambda: None,
+        keep: Callable[[], None],
     ) -> None:
-        self._plan = plan
-        self._next, self._first, self._stop = unit.first, unit.first, unit.stop
-        self._places = places
+        """`memories` and `offsets` say where each tensor lies."""
+        self._items = _tensors(plan, unit.first, unit.stop, memories, offsets)
+        self._left = unit.stop - unit.first
         self._reservation = reservation
         self._keep = keep
 
@@ -42,40 +45,55 @@ class OwnedUnit:
 
     def pop(self) -> tuple[str, torch.Tensor] | None:
         """The next (name, tensor) in plan order, or None at the end. The unit keeps nothing of what it handed out."""
-        i = self._next
-        if i == self._stop:
-            return None
-        self._next += 1
-        memory, offset = self._places[i - self._first]
-        tensor = owned_tensor(self._plan, i, memory, offset)
-        self._places[i - self._first] = _NOTHING
-        if self._next == self._stop:
-            self._reservation.release()
-        return self._plan.name(i), tensor
+        for item in self._items:
+            self._left -= 1
+            if not self._left:
+                self._reservation.release()
+            return item
+        return None
 
     @property
     def empty(self) -> bool:
-        return self._next == self._stop
+        return not self._left
 
     def release(self) -> None:
         """Gives back the budget of a unit that no consumer will take."""
         self._reservation.release()
 
 
-_NOTHING = (memoryview(b""), 0)
+def _tensors(
+    plan: RankPlan, first: int, stop: int, memories: Sequence[memoryview], offsets: Sequence[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) for tensors [first, stop). A memory is let go when its last tensor was made."""
+    left = list(reversed(memories))
+    forms = zip(offsets, plan.tensor_nbytes[first:stop].tolist(), *storage_columns(plan, first, stop), strict=True)
+    for i, (offset, nbytes, name, dtype, shape) in enumerate(forms, first):
+        memory = left.pop()
+        yield name, _tensor_of(memory, offset, nbytes, dtype, shape) if nbytes else empty_of(plan, i, shape)
+
+
+_NOTHING = memoryview(b"")
+
+
+def _keep_nothing() -> None:
+    """What becomes of a unit's memory without a cache."""
 
 
 def owned_tensor(plan: RankPlan, tensor: int, memory: memoryview, offset: int) -> torch.Tensor:
     """A tensor with a storage of exactly its bytes, over memory that it keeps alive; a copy if they lie unaligned."""
-    shape, dtype = plan.storage_shape(tensor), storage_dtype(plan, tensor)
-    nbytes = plan.nbytes(tensor)
+    shape, nbytes = plan.storage_shape(tensor), plan.nbytes(tensor)
     if nbytes == 0:
         return empty_of(plan, tensor, shape)
-    if offset % dtype.itemsize:
+    return _tensor_of(memory, offset, nbytes, storage_dtype(plan, tensor), shape)
+
+
+def _tensor_of(memory: memoryview, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    itemsize = dtype.itemsize
+    if offset % itemsize:
         copied = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).clone()
         return copied.view(dtype).view(shape)
-    count = nbytes // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+    # In place, to the shape of as many elements: a view would cost 0.8 us more, and be another tensor's.
+    return torch.frombuffer(memory, dtype=dtype, count=nbytes // itemsize, offset=offset).resize_(shape)
 
 
 class OwnedFilling:
@@ -102,7 +120,7 @@ class OwnedFilling:
         self._parts = PartReads(plan, chunk_bytes=chunk_bytes, scratch_bytes=pool.slot_bytes, shared=self._shared)
 
     def units(self) -> Iterator[OwnedLayout]:
-        return owned_units(self._plan, unit_bytes=self._unit_bytes, max_tensors=MAX_TENSORS_A_UNIT)
+        return owned_units(self._plan, unit_bytes=self._unit_bytes, max_tensors=MAX_OWNED_A_UNIT)
 
     async def acquire(self, unit: OwnedLayout) -> Memory:
         # A tensor larger than the budget takes all of it, and so is read alone: it is what the consumer waits for.
@@ -118,12 +136,14 @@ class OwnedFilling:
         for image in unit.images:
             if image.memory in held:
                 buffers[image.memory], moved[image.memory] = held[image.memory], -image.offset
-        places = [
-            (buffers[buffer], offset + moved[buffer]) if buffer >= 0 else _NOTHING for buffer, offset in unit.places
-        ]
+        memories = [buffers[buffer] if buffer >= 0 else _NOTHING for buffer in unit.buffer_of]
+        offsets = unit.offset_of
+        if held:
+            offsets = [offset + moved[buffer] for offset, buffer in zip(offsets, unit.buffer_of, strict=True)]
         read = [image for image in unit.images if image.memory not in held]
-        keep = partial(self._insert, read, buffers)
-        return OwnedUnit(self._plan, unit, places, memory, keep), self._transfers(unit, read, buffers)
+        keep = partial(self._insert, read, buffers) if self._cached is not None else _keep_nothing
+        owned = OwnedUnit(self._plan, unit, memories, offsets, memory, keep)
+        return owned, self._transfers(unit, read, buffers)
 
     def _held(self, images: Sequence[Image]) -> dict[int, memoryview]:
         """Memory of the cache that is all of an image, by the number of its buffer: tensors then share it."""
@@ -136,8 +156,8 @@ class OwnedFilling:
         return found
 
     def _insert(self, images: Sequence[Image], buffers: Sequence[memoryview]) -> None:
-        for image in images if self._cached is not None else ():
-            assert self._cached is not None
+        assert self._cached is not None
+        for image in images:
             nbytes = image.stop - image.start
             self._cached.insert(image.shard, image.start, buffers[image.memory][image.offset : image.offset + nbytes])
 
@@ -156,7 +176,7 @@ class OwnedFilling:
             yield from self._parts.transfers([self._target(unit, buffers, number) for number in numbers])
 
     def _target(self, unit: OwnedLayout, buffers: list[memoryview], number: int) -> Target:
-        buffer, offset = unit.places[number - unit.first]
+        buffer, offset = unit.buffer_of[number - unit.first], unit.offset_of[number - unit.first]
         nbytes = self._plan.nbytes(number)
         memory = buffers[buffer][offset : offset + nbytes] if nbytes >= ARENA_BYTES else None
         return Target(number, owned_tensor(self._plan, number, buffers[buffer], offset), memory)

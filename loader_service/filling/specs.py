@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
+from loader_service.checkpoint.dtypes import DTYPE_LIST
 from loader_service.memory.tensors import empty_tensor, torch_dtype
+from loader_service.planning.groups import WHOLE
 from loader_service.planning.plan import RankPlan
 
 
@@ -16,6 +20,29 @@ def storage_dtype(plan: RankPlan, tensor: int) -> torch.dtype:
     dtype = torch_dtype(plan.storage_dtype_code(tensor))
     assert dtype is not None  # the planner refuses what torch cannot hold, or makes it raw bytes
     return dtype
+
+
+def storage_columns(
+    plan: RankPlan, first: int, stop: int
+) -> tuple[list[str], list[torch.dtype], list[tuple[int, ...]]]:
+    """(names, torch dtypes, shapes) of tensors [first, stop): as `plan.name`, `storage_dtype` and
+    `plan.storage_shape`, at a fraction of what they cost for each."""
+    ids = plan.tensor_ids[first:stop].tolist()
+    dtype_ids = plan.catalog.dtype_ids[plan.tensor_ids[first:stop]]
+    names, shapes = plan.catalog.names, plan.catalog.shapes
+    table = _plain_dtypes()
+    dtypes = [table[number] for number in dtype_ids.tolist()]
+    whole = plan.tensor_group[first:stop] == WHOLE
+    if whole.all() and None not in dtypes:
+        return [names[i] for i in ids], cast("list[torch.dtype]", dtypes), [shapes[i] for i in ids]
+    tensors = range(first, stop)
+    return [names[i] for i in ids], [storage_dtype(plan, i) for i in tensors], [plan.storage_shape(i) for i in tensors]
+
+
+@functools.cache
+def _plain_dtypes() -> list[torch.dtype | None]:
+    """The torch dtype by the catalog's number of one; None for those whose elements are no whole bytes."""
+    return [torch_dtype(dtype.code) if dtype.bits >= 8 else None for dtype in DTYPE_LIST]
 
 
 def empty_of(plan: RankPlan, tensor: int, shape: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Where owned tensors lie in memory: small ones as in the file, in arenas, large ones in memory of their own.
 
 Pure. An arena is an image of consecutive bytes of the file, so that one read fills all tensors in it. It is small,
-since one tensor that is kept keeps all of it.
+since one tensor that is kept keeps all of it. Work is done by arena, not by tensor: there may be hundreds of thousands.
 """
 
 from __future__ import annotations
@@ -18,36 +18,44 @@ from loader_service.planning.plan import RankPlan
 from loader_service.planning.units import extents_of_fragments, fragments_of_tensors
 
 ARENA_BYTES = 1 << 20  # what one kept small tensor keeps alive at most; larger tensors own their memory alone
+MOST_IN_PARTS = 256  # tensors of a unit that are read in parts, each of which costs as much as many that are not
 _PACKED_BYTES = 64  # what tensors in shared memory are aligned to: a cache line, a multiple of any element's size
-_AT_ONCE = 1024  # tensors whose columns become lists together: bounds how long that takes
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedLayout:
     """Tensors [first, stop) of a rank's plan, and memory for them.
 
-    `buffers` are the bytes of each piece of memory, `places` the buffer of each tensor and the offset in it (buffer -1:
-    no bytes). `images` fill tensors, by whole buffers; the tensors `in_parts` are filled fragment by fragment. `nbytes`
-    is the memory of all buffers, in whole blocks.
+    `buffers` are the bytes of each piece of memory; tensor `first + k` is in buffer `buffer_of[k]` from `offset_of[k]`
+    on (buffer -1: no bytes). `images` fill tensors, by whole buffers; the tensors `in_parts` are filled fragment by
+    fragment. `nbytes` is the memory of all buffers, in whole blocks.
     """
 
     first: int
     stop: int
     nbytes: int
     buffers: list[int]
-    places: list[tuple[int, int]]
+    buffer_of: list[int]
+    offset_of: list[int]
     images: list[Image]
     in_parts: list[int]
 
 
-class _Part(NamedTuple):
-    """A tensor's bytes. `extent` -1: they are read in parts, since they do not lie together in the file, or not as the
-    memory of a large tensor needs them; `lead` is then where memory of its own begins in its block."""
+class _Item(NamedTuple):
+    """Tensors [first, stop) that get memory together: those of an arena, or one alone.
 
+    With `extent` >= 0 they are an image of `shard`, from `start` on, and tensor `first + k` ends at `stops[k]`. A
+    tensor with -1 is read in parts, since its bytes do not lie together in the file, or not as the memory of a large
+    tensor needs them; `lead` is then where memory of its own begins in its block.
+    """
+
+    first: int
+    stop: int
     nbytes: int
     extent: int
     shard: int
-    start: int
+    starts: list[int]
+    stops: list[int]
     lead: int
 
 
@@ -56,12 +64,12 @@ def owned_units(plan: RankPlan, *, unit_bytes: int, max_tensors: int) -> Iterato
     tensor is alone."""
     most_bytes = max(unit_bytes, BLOCK_BYTES)
     layout = _Layout(0)
-    for tensor, part in enumerate(_parts(plan)):
-        full = layout.nbytes + layout.more_bytes(part) > most_bytes
-        if tensor > layout.first and (full or tensor - layout.first >= max_tensors):
-            yield layout.finish(tensor)
-            layout = _Layout(tensor)
-        layout.add(tensor, part)
+    for item in _items(plan, min(ARENA_BYTES, most_bytes), max_tensors):
+        full = layout.nbytes + layout.more_bytes(item) > most_bytes or len(layout.in_parts) >= MOST_IN_PARTS
+        if item.first > layout.first and (full or item.stop - layout.first > max_tensors):
+            yield layout.finish(item.first)
+            layout = _Layout(item.first)
+        layout.add(item)
     if layout.first < len(plan):
         yield layout.finish(len(plan))
 
@@ -73,111 +81,109 @@ def needs_copies(plan: RankPlan) -> bool:
 
 
 class _Layout:
-    """The unit that is being laid out, and its arena that may still grow."""
+    """The unit that is being laid out."""
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.nbytes = 0
+        self.in_parts: list[int] = []
         self._buffers: list[int] = []
-        self._places: list[tuple[int, int]] = []
+        self._buffer_of: list[int] = []
+        self._offset_of: list[int] = []
         self._images: list[Image] = []
-        self._in_parts: list[int] = []
         self._packed = -1  # the buffer that small tensors read in parts share
-        self._begin_image(-1, 0, 0)
 
-    def _begin_image(self, extent: int, shard: int, start: int) -> None:
-        self._extent, self._shard, self._start = extent, shard, start
-        self._base = block_floor(start)
-        self._stops: list[int] = []
-        self._tensors: list[int] = []
-
-    def more_bytes(self, part: _Part) -> int:
-        """What the tensor adds to `nbytes`."""
-        if part.nbytes == 0:
+    def more_bytes(self, item: _Item) -> int:
+        """What the item adds to `nbytes`."""
+        if item.nbytes == 0:
             return 0
-        if self._in_arena(part):
-            return block_ceil(part.start + part.nbytes) - block_ceil(self._stops[-1])
-        if part.extent >= 0:
-            return block_ceil(part.start + part.nbytes) - block_floor(part.start)
-        if part.nbytes >= ARENA_BYTES:
-            return block_ceil(part.lead + part.nbytes)
+        if item.extent >= 0:
+            return block_ceil(item.stops[-1]) - block_floor(item.starts[0])
+        if item.nbytes >= ARENA_BYTES:
+            return block_ceil(item.lead + item.nbytes)
         held = self._buffers[self._packed] if self._packed >= 0 else 0
-        offset = self._packed_offset(part)
-        return block_ceil(offset + part.nbytes) - (block_ceil(held) if offset else 0)
+        offset = self._packed_offset(item.nbytes)
+        return block_ceil(offset + item.nbytes) - (block_ceil(held) if offset else 0)
 
-    def add(self, tensor: int, part: _Part) -> None:
-        more_bytes = self.more_bytes(part)
-        self.nbytes += more_bytes
-        if part.nbytes == 0:
-            self._places.append((-1, 0))
-        elif part.extent >= 0:
-            if not self._in_arena(part):
-                self._end_image()
-                self._begin_image(part.extent, part.shard, part.start)
-                self._buffers.append(0)
-            self._buffers[-1] += more_bytes
-            self._places.append((len(self._buffers) - 1, part.start - self._base))
-            self._stops.append(part.start + part.nbytes)
-            self._tensors.append(tensor)
-            if part.nbytes >= ARENA_BYTES:
-                self._end_image()
+    def add(self, item: _Item) -> None:
+        self.nbytes += self.more_bytes(item)
+        if item.nbytes == 0:
+            self._place(-1, 0)
+        elif item.extent >= 0:
+            self._add_image(item)
         else:
-            self._end_image()
-            self._in_parts.append(tensor)
-            self._add_in_parts(part)
+            self.in_parts.append(item.first)
+            self._add_in_parts(item)
 
-    def _add_in_parts(self, part: _Part) -> None:
-        if part.nbytes >= ARENA_BYTES:
-            self._buffers.append(part.lead + part.nbytes)
-            self._places.append((len(self._buffers) - 1, part.lead))
+    def _add_image(self, item: _Item) -> None:
+        start, stop = item.starts[0], item.stops[-1]
+        base, memory = block_floor(start), len(self._buffers)
+        self._buffers.append(block_ceil(stop) - base)
+        self._buffer_of += [memory] * len(item.starts)
+        self._offset_of += [start - base for start in item.starts]
+        tensors = range(item.first, item.stop)
+        self._images.append(Image(item.shard, start, stop, memory, start - base, item.stops, tensors))
+
+    def _add_in_parts(self, item: _Item) -> None:
+        if item.nbytes >= ARENA_BYTES:
+            self._buffers.append(item.lead + item.nbytes)
+            self._place(len(self._buffers) - 1, item.lead)
             return
-        offset = self._packed_offset(part)
+        offset = self._packed_offset(item.nbytes)
         if offset == 0:
             self._packed = len(self._buffers)
             self._buffers.append(0)
-        self._buffers[self._packed] = offset + part.nbytes
-        self._places.append((self._packed, offset))
+        self._buffers[self._packed] = offset + item.nbytes
+        self._place(self._packed, offset)
 
-    def finish(self, stop: int) -> OwnedLayout:
-        self._end_image()
-        return OwnedLayout(self.first, stop, self.nbytes, self._buffers, self._places, self._images, self._in_parts)
+    def _place(self, buffer: int, offset: int) -> None:
+        self._buffer_of.append(buffer)
+        self._offset_of.append(offset)
 
-    def _in_arena(self, part: _Part) -> bool:
-        """Whether it lies in the open arena, which stays small."""
-        if part.extent != self._extent or part.extent < 0 or part.nbytes >= ARENA_BYTES:
-            return False
-        return block_ceil(part.start + part.nbytes) - self._base <= ARENA_BYTES
-
-    def _packed_offset(self, part: _Part) -> int:
-        """Where in the shared buffer it goes; 0: at the beginning of a new one."""
+    def _packed_offset(self, nbytes: int) -> int:
+        """Where in the shared buffer so many bytes go; 0: at the beginning of a new one."""
         held = self._buffers[self._packed] if self._packed >= 0 else 0
         offset = held + -held % _PACKED_BYTES
-        return offset if offset + part.nbytes <= ARENA_BYTES else 0
+        return offset if offset + nbytes <= ARENA_BYTES else 0
 
-    def _end_image(self) -> None:
-        if self._stops:
-            of_file = (self._shard, self._start, self._stops[-1])
-            image = Image(*of_file, len(self._buffers) - 1, self._start - self._base, self._stops, self._tensors)
-            self._images.append(image)
-        self._begin_image(-1, 0, 0)
+    def finish(self, stop: int) -> OwnedLayout:
+        places = (self._buffer_of, self._offset_of)
+        return OwnedLayout(self.first, stop, self.nbytes, self._buffers, *places, self._images, self.in_parts)
 
 
-def _parts(plan: RankPlan) -> Iterator[_Part]:
+def _items(plan: RankPlan, arena_bytes: int, max_tensors: int) -> Iterator[_Item]:
+    extents, shards, starts, leads = _columns(plan)
+    stops = starts + plan.tensor_nbytes
+    small = (extents >= 0) & (plan.tensor_nbytes < ARENA_BYTES)
+    # An arena ends before the next tensor that is not small, and with its extent.
+    ends = np.flatnonzero(~(small[1:] & small[:-1] & (extents[1:] == extents[:-1]))) + 1
+    runs = np.append(ends, len(plan)).tolist()
+    first = 0
+    for run_stop in runs:
+        while first < run_stop:
+            stop = first + 1
+            if run_stop - first > 1:  # block_ceil(stop) <= most exactly where stop <= most, a whole block
+                most = block_floor(int(starts[first])) + arena_bytes - arena_bytes % BLOCK_BYTES
+                fitting = first + int(np.searchsorted(stops[first:run_stop], most, side="right"))
+                stop = min(max(stop, fitting), first + max_tensors)
+            place = (int(extents[first]), int(shards[first]))
+            columns = (starts[first:stop].tolist(), stops[first:stop].tolist())
+            yield _Item(first, stop, int(plan.tensor_nbytes[first:stop].sum()), *place, *columns, int(leads[first]))
+            first = stop
+
+
+def _columns(plan: RankPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """For each tensor its extent, shard, first byte and lead, as in `_Item`. A tensor without bytes has extent -1."""
     bounds = fragments_of_tensors(plan)
     filled = np.flatnonzero(plan.tensor_nbytes)
-    first = np.zeros(len(plan), dtype=np.int64)
-    first[filled] = bounds[filled]
-    if not len(filled):
-        yield from (_Part(0, -1, 0, 0, 0) for _ in range(len(plan)))
-        return
-    start, dst = plan.fragment_start[first], plan.fragment_dst[first]
+    first = bounds[filled]
+    extent, shard, start, lead = (np.full(len(plan), value) for value in (-1, 0, 0, 0))
+    start[filled], shard[filled] = plan.fragment_start[first], plan.fragment_shard[first]
+    dst = plan.fragment_dst[first]
     itemsizes = np.array([max(1, dtype.bits // 8) for dtype in DTYPE_LIST])
-    aligned = start % itemsizes[plan.catalog.dtype_ids[plan.tensor_ids]] == 0
-    together = (np.diff(bounds) == 1) & (dst == 0) & (aligned | (plan.tensor_nbytes < ARENA_BYTES))
-    extent = np.where(together, extents_of_fragments(plan)[first], -1)
-    lead = np.where(aligned & (dst >= 0), (start - dst) % BLOCK_BYTES, 0)
-    columns = (plan.tensor_nbytes, extent, plan.fragment_shard[first], start, lead)
-    for at in range(0, len(plan), _AT_ONCE):
-        # As lists: an element of an array costs three times as much, and there may be hundreds of thousands.
-        lists = (column[at : at + _AT_ONCE].tolist() for column in columns)
-        yield from map(_Part._make, zip(*lists, strict=True))
+    aligned = start[filled] % itemsizes[plan.catalog.dtype_ids[plan.tensor_ids[filled]]] == 0
+    small = plan.tensor_nbytes[filled] < ARENA_BYTES
+    together = (np.diff(bounds)[filled] == 1) & (dst == 0) & (aligned | small)
+    extent[filled] = np.where(together, extents_of_fragments(plan)[first], -1)
+    lead[filled] = np.where(aligned & (dst >= 0), (start[filled] - dst) % BLOCK_BYTES, 0)
+    return extent, shard, start, lead

@@ -27,16 +27,20 @@ def layouts(plan: RankPlan, unit_bytes: int = MIB, max_tensors: int = 256) -> li
     return found
 
 
+def place_of(unit: OwnedLayout, tensor: int) -> tuple[int, int]:
+    return unit.buffer_of[tensor - unit.first], unit.offset_of[tensor - unit.first]
+
+
 def check(plan: RankPlan, unit: OwnedLayout, most_bytes: int, max_tensors: int) -> None:
     held = [i for i in range(unit.first, unit.stop) if plan.nbytes(i)]
     assert unit.stop - unit.first <= max_tensors
     assert unit.nbytes == sum(map(block_ceil, unit.buffers))
     assert unit.nbytes <= most_bytes or unit.stop == unit.first + 1, "only a tensor alone is larger"
-    assert len(unit.places) == unit.stop - unit.first
+    assert len(unit.buffer_of) == len(unit.offset_of) == unit.stop - unit.first
     assert sorted(unit.in_parts + [i for image in unit.images for i in image.tensors]) == held, "each is filled once"
     of_buffer: dict[int, list[tuple[int, int]]] = {}
     for i in held:
-        buffer, offset = unit.places[i - unit.first]
+        buffer, offset = place_of(unit, i)
         of_buffer.setdefault(buffer, []).append((offset, offset + plan.nbytes(i)))
     for buffer, spans in of_buffer.items():
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "no two overlap"
@@ -57,9 +61,9 @@ def check_images(plan: RankPlan, unit: OwnedLayout) -> None:
         for i in image.tensors:
             start = int(plan.catalog.starts[plan.catalog_id(i)])
             if plan.nbytes(i) == plan.catalog.stops[plan.catalog_id(i)] - start:  # a whole one: its place is known
-                assert unit.places[i - unit.first] == (image.memory, image.offset + start - image.start)
+                assert place_of(unit, i) == (image.memory, image.offset + start - image.start)
     for i in unit.in_parts:
-        assert unit.places[i - unit.first][1] % plan.itemsize(i) == 0, "filled in place, so it must be aligned"
+        assert place_of(unit, i)[1] % plan.itemsize(i) == 0, "filled in place, so it must be aligned"
 
 
 @settings(max_examples=40)
@@ -89,7 +93,7 @@ def whole(*tensors: tuple[str, str, tuple[int, ...]], **load: object) -> RankPla
 def test_small_neighbours_lie_in_one_arena_as_in_the_file() -> None:
     (unit,) = layouts(whole(*((f"t{i:03}", "BF16", (300,)) for i in range(200))))
     assert len(unit.images) == len(unit.buffers) == 1
-    assert [b[1] - a[1] for a, b in itertools.pairwise(unit.places)] == [600] * 199
+    assert [b - a for a, b in itertools.pairwise(unit.offset_of)] == [600] * 199
 
 
 def test_an_arena_ends_where_it_would_keep_too_much_alive() -> None:
@@ -114,7 +118,7 @@ def test_a_small_gap_lies_in_the_arena_and_another_extent_does_not() -> None:
     ]
     (unit,) = layouts(whole(*tensors, skip=["x", "y"]))
     assert [list(image.tensors) for image in unit.images] == [[0, 1], [2]]
-    assert unit.places[1][1] - unit.places[0][1] == 90_050
+    assert unit.offset_of[1] - unit.offset_of[0] == 90_050
 
 
 @pytest.mark.parametrize(("nbytes", "in_parts"), [(100, []), (4 * MIB, [1])])
@@ -143,4 +147,4 @@ def test_slices_that_lie_in_parts_are_copied_if_small_or_with_gaps() -> None:
 def test_a_large_slice_lies_where_it_can_be_read_past_the_page_cache() -> None:
     plan = plan_of(make_checkpoint({"a.safetensors": [("t", "BF16", (3000, 501))]}), ROWS, {"tp": 2}).for_rank(1)
     (unit,) = layouts(plan)
-    assert unit.places == [(0, int(plan.fragment_start[0]) % BLOCK_BYTES)]
+    assert place_of(unit, 0) == (0, int(plan.fragment_start[0]) % BLOCK_BYTES)
