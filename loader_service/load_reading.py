@@ -178,6 +178,11 @@ class LoadReading:
         return text + self._sharing.progress
 
     @property
+    def slowest(self) -> int | None:
+        """The rank of this node that this one waits for now, where they share memory."""
+        return self._sharing.slowest
+
+    @property
     def shards_read(self) -> frozenset[int]:
         """The shards of which payload was read: streamed, by rows, for others of the node."""
         scheduled = self._scheduler.shards_read if self._scheduler is not None else ()

@@ -277,10 +277,14 @@ class NodeSharing:
         return frozenset(self._shared.shards_taken) if self._shared is not None else frozenset()
 
     @property
+    def slowest(self) -> int | None:
+        """The rank of this node that this one waits for now, also if that is for its own consumer."""
+        return self._stage.slowest if self._stage is not None else None
+
+    @property
     def progress(self) -> str:
         """What there is to say beside the bytes that were read."""
         if self._stage is None:
             return ""
-        waits_for = self._stage.waits_for()
-        waiting = f", waiting for rank {waits_for[0]}" if waits_for is not None else ""
+        waiting = f", waiting for rank {self.slowest}" if self.slowest is not None else ""
         return f", {format_size(self.read_bytes)} for the node{waiting}"

@@ -158,6 +158,11 @@ class LoadRun:
             self._failed_by = error
             self._told = asyncio.ensure_future(self._session.fail(as_reported(error), Phase.READ))
 
+    @property
+    def slowest(self) -> int | None:
+        """The rank of this node that this one waits for now, where they share memory."""
+        return self._reading.slowest if self._reading is not None and not self._left else None
+
     # Reading
 
     def _make_reading(self, plan: LoadPlan, sharing: NodeSharing) -> LoadReading:

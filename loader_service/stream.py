@@ -147,6 +147,12 @@ class _Face:
         return self._run.failure
 
     @property
+    def waits_for(self) -> int | None:
+        """Where ranks of a node share memory: the rank that this one waits for now, since it reads slowly, or since its
+        consumer has not given back what others need room for (then it may be this rank). None while nobody waits."""
+        return self._run.slowest
+
+    @property
     def tables(self) -> Mapping[str, RowSource]:
         """This rank's host-resident tables by name, in plan order: sources to read rows from, also while the load is
         consumed, and until the service closes. StateError before the load is entered."""

@@ -7,10 +7,11 @@ What was kept of an earlier reading of the same files takes the place of opening
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Literal, Protocol
@@ -284,11 +285,12 @@ class _Headers:
         identity = _opened_identity(path, handles, retries)
         file_bytes = identity.size_bytes
         first = bytearray(min(LENGTH_BYTES, file_bytes))
-        read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
-        # Length and file size are checked here, before memory is taken for what the file claims to hold.
-        raw = bytearray(header_length(bytes(first), file_bytes=file_bytes, path=path))
-        raw[:LENGTH_BYTES] = first
-        read_fully(handles, path, identity, LENGTH_BYTES, [memoryview(raw)[LENGTH_BYTES:]], retries=retries)
+        with _nothing_read_ahead(handles, path, identity):
+            read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
+            # Length and file size are checked here, before memory is taken for what the file claims to hold.
+            raw = bytearray(header_length(bytes(first), file_bytes=file_bytes, path=path))
+            raw[:LENGTH_BYTES] = first
+            read_fully(handles, path, identity, LENGTH_BYTES, [memoryview(raw)[LENGTH_BYTES:]], retries=retries)
         whole = bytes(raw)
         parsed = self._parsed(shard, identity, whole)
         if self._kept is not None:
@@ -312,6 +314,16 @@ def _opened_identity(path: str, handles: HandleCache, retries: int) -> FileIdent
                 raise
     with handles.borrow(path, None) as file:
         return file.identity
+
+
+@contextlib.contextmanager
+def _nothing_read_ahead(handles: HandleCache, path: str, identity: FileIdentity) -> Iterator[None]:
+    """Behind a header the kernel would read ahead payload, six times as much as headers have, that few loads want."""
+    with handles.borrow(path, identity) as file:
+        file.read_only_what_is_asked(True)
+    yield
+    with handles.borrow(path, identity) as file:
+        file.read_only_what_is_asked(False)
 
 
 def _first_failure(failed: Sequence[tuple[FoundShard, LoaderError]], total: int) -> LoaderError:

@@ -272,6 +272,7 @@ class _LoadProcess:
             if (failure := self._failure) is not None:
                 await self._telling.tell(failure.record(), agreed=True)
                 return
+            self._progress.waits_for(self._load.waits_for if self._load is not None else None)
             self._progress.tick()
             await asyncio.sleep(LOOK_EVERY_S)
 

@@ -40,6 +40,10 @@ class LoadProgress(Protocol):
 
     def tensor_done(self) -> None: ...
 
+    def waits_for(self, rank: int | None) -> None:
+        """The rank that the node waits for now."""
+        ...
+
     def tick(self) -> None: ...
 
 
@@ -69,6 +73,9 @@ class _NoProgress:
     def tensor_done(self) -> None:
         """Nothing is shown."""
 
+    def waits_for(self, rank: int | None) -> None:
+        """Nothing is shown."""
+
     def tick(self) -> None:
         """Nothing is shown."""
 
@@ -82,6 +89,7 @@ class _LineProgress(_NoProgress):
         self._done_bytes = 0
         self._tensors = 0
         self._table = ""
+        self._slowest: int | None = None
         self._started_s = self._said_s = time.monotonic()
 
     def begin(self, total_bytes: int) -> None:
@@ -98,6 +106,9 @@ class _LineProgress(_NoProgress):
         self._tensors += 1
         self._table = ""
 
+    def waits_for(self, rank: int | None) -> None:
+        self._slowest = rank
+
     def tick(self) -> None:
         now_s = time.monotonic()
         if now_s - self._said_s < LINE_EVERY_S:
@@ -109,7 +120,8 @@ class _LineProgress(_NoProgress):
         rate = format_rate(self._done_bytes / max(now_s - self._started_s, 1e-9))
         done, total = format_size(self._done_bytes), format_size(self._total_bytes)
         rows = f"; reading rows of '{self._table}'" if self._table else ""
-        log.info("load '%s': %s of %s, %d tensors, %s%s", self._load, done, total, self._tensors, rate, rows)
+        more = rows if self._slowest is None else f"{rows}; waiting for rank {self._slowest}"
+        log.info("load '%s': %s of %s, %d tensors, %s%s", self._load, done, total, self._tensors, rate, more)
 
 
 class _BarProgress:
@@ -121,12 +133,12 @@ class _BarProgress:
             BarColumn(),
             _DoneColumn(),
             _RateColumn(),
-            TextColumn("{task.fields[tensors]} tensors{task.fields[rows]}"),
+            TextColumn("{task.fields[tensors]} tensors{task.fields[rows]}{task.fields[slowest]}"),
             TimeRemainingColumn(),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
         )
-        self._task = self._progress.add_task(f"load {load}", total=None, tensors=0, rows="")
+        self._task = self._progress.add_task(f"load {load}", total=None, tensors=0, rows="", slowest="")
         self._tensors = 0
 
     def __enter__(self) -> Self:
@@ -150,6 +162,9 @@ class _BarProgress:
     def tensor_done(self) -> None:
         self._tensors += 1
         self._progress.update(self._task, tensors=self._tensors, rows="")
+
+    def waits_for(self, rank: int | None) -> None:
+        self._progress.update(self._task, slowest="" if rank is None else f", waiting for rank {rank}")
 
     def tick(self) -> None:
         """The bar refreshes itself."""

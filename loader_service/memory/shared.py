@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _REFUSALS = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG})
 _RESERVE_STEP_BYTES = 64 << 20
+_NOT_SHARED = "do not share: layout per_rank for a table, sharing page_cache or none for a load"
 
 
 class SharedMemory:
@@ -46,7 +47,7 @@ class SharedMemory:
         Raises MemoryLimitError if it cannot be had.
         """
         if not sys.platform.startswith("linux"):
-            raise MemoryLimitError("layout shared needs Linux: use layout per_rank")
+            raise MemoryLimitError(f"memory that ranks share needs Linux: {_NOT_SHARED}")
         descriptor = -1
         try:
             descriptor = os.memfd_create("loader-service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,7 +73,7 @@ class SharedMemory:
         if size < nbytes or not seals & fcntl.F_SEAL_SHRINK:
             memory.close()
             kept = "" if seals & fcntl.F_SEAL_SHRINK else ", which may shrink"
-            raise MemoryLimitError(f"a shared table of {nbytes} bytes was announced, but the memory has {size}{kept}")
+            raise MemoryLimitError(f"shared memory of {nbytes} bytes was announced, but what came has {size}{kept}")
         return memory
 
     @property
@@ -134,7 +135,6 @@ class SharedMemory:
 def _refused(nbytes: int, error: OSError, available: int) -> MemoryLimitError:
     return MemoryLimitError(
         f"{format_size(nbytes)} of shared memory cannot be had ({os.strerror(error.errno or 0)}): "
-        f"{format_size(available)} of memory is available; use layout per_rank, load less on this node, or raise its "
-        "limit",
+        f"{format_size(available)} of memory is available; load less on this node, raise its limit, or {_NOT_SHARED}",
         errno=error.errno,
     )

@@ -7,25 +7,19 @@ Patterns match the whole path or its last component, case-sensitively; an exact 
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from loader_service.reading.faults import Fault, Gate, Operation, disguise, matches, room_for
 from loader_service.reading.partial import read_part
 from loader_service.reading.reader import DirectoryEntry, FileIdentity, OpenFile, Storage
-
-Operation = Literal["list", "identify", "open", "open direct", "read", "read direct", "drop", "read ahead"]
-"""What a fault acts on. `open` and `read` are those through the page cache."""
 
 
 class ReadCall(NamedTuple):
@@ -39,59 +33,6 @@ class ReadCall(NamedTuple):
     direct: bool = False
 
 
-class Gate:
-    """Where a scripted call stops until it is told to go on. `calls` counts those that reached it."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.go = threading.Event()
-        self.calls = 0
-
-    def release(self) -> None:
-        """Lets everything through that waits here or will come."""
-        self.go.set()
-
-    def pass_through(self) -> None:
-        """Called by the fake in the reading thread: says that it is here, and waits."""
-        self.calls += 1
-        self.reached.set()
-        self.go.wait()
-
-
-@dataclass(slots=True, eq=False)
-class _Fault:
-    pattern: str
-    operations: tuple[Operation, ...]
-    nth: int
-    times: int | None
-    within: tuple[int, int] | None
-    error: Callable[[], BaseException] | None = None
-    gate: Gate | None = None
-    delay_s: float = 0.0
-    most_bytes: int | None = None
-    ends_at: int | None = None
-    identity: dict[str, int] = field(default_factory=dict)
-    seen: int = 0
-
-    def takes(self, operation: Operation, path: str, start: int, stop: int) -> bool:
-        """Whether it acts on this call; counts the calls that match."""
-        if operation not in self.operations or not _matches(self.pattern, path):
-            return False
-        if self.within is not None and not (start < self.within[1] and self.within[0] < stop):
-            return False
-        turn = self.seen - self.nth
-        self.seen += 1
-        return turn >= 0 and (self.times is None or turn < self.times)
-
-    def act(self) -> None:
-        if self.gate is not None:
-            self.gate.pass_through()
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        if self.error is not None:
-            raise self.error()
-
-
 class FakeStorage:
     """A `Storage` over another one, with scripted faults and a record of all calls. Thread-safe.
 
@@ -101,7 +42,7 @@ class FakeStorage:
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
         self._lock = threading.Lock()
-        self._faults: list[_Fault] = []
+        self._faults: list[Fault] = []
         self._calls: Counter[tuple[str, str]] = Counter()
         self._reads: list[ReadCall] = []
         self._drops: list[tuple[str, int, int]] = []
@@ -127,15 +68,15 @@ class FakeStorage:
     ) -> None:
         """The call raises OSError with this errno, or whatever `error()` makes. `within`: reads that touch [a, b)."""
         make = (lambda: OSError(error, os.strerror(error))) if isinstance(error, int) else error
-        self._script(_Fault(pattern, (operation,), nth, times, within, error=make))
+        self._script(Fault(pattern, (operation,), nth, times, within, error=make))
 
     def shorten(self, pattern: str, most_bytes: int, *, nth: int = 0, times: int | None = None) -> None:
         """Reads return at most `most_bytes` (at least 1)."""
-        self._script(_Fault(pattern, ("read", "read direct"), nth, times, None, most_bytes=max(1, most_bytes)))
+        self._script(Fault(pattern, ("read", "read direct"), nth, times, None, most_bytes=max(1, most_bytes)))
 
     def truncate(self, pattern: str, at: int, *, nth: int = 0) -> None:
         """Reads see the file end at byte `at`; its identity stays as it is."""
-        self._script(_Fault(pattern, ("read", "read direct"), nth, None, None, ends_at=at))
+        self._script(Fault(pattern, ("read", "read direct"), nth, None, None, ends_at=at))
 
     def replace(
         self,
@@ -150,7 +91,7 @@ class FakeStorage:
         """From the `nth` look on the file seems to be another: its identity is changed in what is given."""
         given = {"inode": inode, "size_bytes": size_bytes, "mtime_ns": mtime_ns}
         changes = {name: value for name, value in given.items() if value is not None}
-        self._script(_Fault(pattern, operations, nth, None, None, identity=changes))
+        self._script(Fault(pattern, operations, nth, None, None, identity=changes))
 
     def block(
         self,
@@ -163,12 +104,12 @@ class FakeStorage:
     ) -> Gate:
         """The call stops at the returned gate, never to return until `gate.release()`."""
         gate = Gate()
-        self._script(_Fault(pattern, (operation,), nth, times, within, gate=gate))
+        self._script(Fault(pattern, (operation,), nth, times, within, gate=gate))
         return gate
 
     def delay(self, pattern: str, seconds: float, *, operation: Operation = "read", times: int | None = None) -> None:
         """The call takes so much longer: for demonstrations of slow storage, not to synchronise tests (`block`)."""
-        self._script(_Fault(pattern, (operation,), 0, times, None, delay_s=seconds))
+        self._script(Fault(pattern, (operation,), 0, times, None, delay_s=seconds))
 
     def align(self, block_bytes: int) -> None:
         """Direct reads whose offset, addresses or sizes are no multiples of a device's block are refused: EINVAL."""
@@ -198,7 +139,7 @@ class FakeStorage:
 
     def reads_of(self, pattern: str = "*", *, from_byte: int = 0) -> list[ReadCall]:
         """The reads of matching files that got bytes at or after `from_byte` (a shard's payload begins after 8 + N)."""
-        return [read for read in self.reads if _matches(pattern, read.path) and read.offset + read.nbytes > from_byte]
+        return [read for read in self.reads if matches(pattern, read.path) and read.offset + read.nbytes > from_byte]
 
     @property
     def drops(self) -> list[tuple[str, int, int]]:
@@ -262,7 +203,7 @@ class FakeStorage:
     def identify(self, path: str) -> FileIdentity:
         self._record("identify", path)
         faults = self._act("identify", path)
-        return _disguise(self._inner.identify(path), faults)
+        return disguise(self._inner.identify(path), faults)
 
     def open(self, path: str, *, direct: bool = False) -> FakeFile:
         operation: Operation = "open direct" if direct else "open"
@@ -272,9 +213,9 @@ class FakeStorage:
             self._calls[operation, path] += 1
             self._open_now += 1
             self._max_open = max(self._max_open, self._open_now)
-        return FakeFile(self, path, inner, _disguise(inner.identity, faults), direct=direct)
+        return FakeFile(self, path, inner, disguise(inner.identity, faults), direct=direct)
 
-    def _script(self, fault: _Fault) -> None:
+    def _script(self, fault: Fault) -> None:
         with self._lock:
             self._faults.append(fault)
 
@@ -285,9 +226,9 @@ class FakeStorage:
     def _count(self, operation: str, pattern: str) -> int:
         with self._lock:
             calls = tuple(self._calls.items())
-        return sum(count for (name, path), count in calls if name == operation and _matches(pattern, path))
+        return sum(count for (name, path), count in calls if name == operation and matches(pattern, path))
 
-    def _act(self, operation: Operation, path: str, start: int = 0, stop: int = 0) -> list[_Fault]:
+    def _act(self, operation: Operation, path: str, start: int = 0, stop: int = 0) -> list[Fault]:
         """Lets the faults of one call act; returns them for what they change in its result."""
         with self._lock:
             faults = [fault for fault in self._faults if fault.takes(operation, path, start, stop)]
@@ -312,7 +253,7 @@ class FakeStorage:
             faults = self._act("read direct" if file.direct else "read", file.path, offset, offset + wanted_bytes)
             if file.direct:
                 self._check_aligned(views, offset)
-            room = _room(faults, offset, wanted_bytes)
+            room = room_for(faults, offset, wanted_bytes)
             held = self._held_by(file.path) if cached else None
             if cached and held is None:
                 got = file.inner.read_cached(views[0][:room], offset)
@@ -335,7 +276,7 @@ class FakeStorage:
 
     def _held_by(self, path: str) -> Callable[[int, int], int | None] | None:
         with self._lock:
-            return next((held for pattern, held in self._cached if _matches(pattern, path)), None)
+            return next((held for pattern, held in self._cached if matches(pattern, path)), None)
 
     def _drop(self, file: FakeFile, offset: int, nbytes: int) -> None:
         with self._lock:
@@ -382,6 +323,9 @@ class FakeFile:
     def drop_cached(self, offset: int, nbytes: int) -> None:
         self._storage._drop(self, offset, nbytes)  # noqa: SLF001 - see above
 
+    def read_only_what_is_asked(self, only: bool) -> None:
+        self.inner.read_only_what_is_asked(only)
+
     def read_ahead(self, offset: int, nbytes: int) -> None:
         self._storage._read_ahead(self, offset, nbytes)  # noqa: SLF001 - see above
 
@@ -390,23 +334,3 @@ class FakeFile:
             self._is_open = False
             self._storage._closed(self.path)  # noqa: SLF001 - see above
         self.inner.close()
-
-
-def _matches(pattern: str, path: str) -> bool:
-    return pattern == path or fnmatchcase(path, pattern) or fnmatchcase(path.rpartition("/")[2], pattern)
-
-
-def _disguise(identity: FileIdentity, faults: list[_Fault]) -> FileIdentity:
-    for fault in faults:
-        identity = dataclasses.replace(identity, **fault.identity)
-    return identity
-
-
-def _room(faults: list[_Fault], offset: int, wanted_bytes: int) -> int:
-    room = wanted_bytes
-    for fault in faults:
-        if fault.most_bytes is not None:
-            room = min(room, fault.most_bytes)
-        if fault.ends_at is not None:
-            room = min(room, max(0, fault.ends_at - offset))
-    return room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -73,6 +74,11 @@ class LocalFile:
         if not hasattr(os, "posix_fadvise"):
             raise OSError(errno.EOPNOTSUPP, "this system has no posix_fadvise")
         os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def read_only_what_is_asked(self, only: bool) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM if only else os.POSIX_FADV_NORMAL)
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         step_bytes = read_ahead_bytes(self.identity.device)

@@ -69,6 +69,11 @@ class OpenFile(Protocol):
         it cannot be asked."""
         ...
 
+    def read_only_what_is_asked(self, only: bool) -> None:
+        """Tells the system, for all who read through this descriptor, to bring in nothing beside what is asked for, or
+        again what it thinks will be. A hint: where it cannot be given nothing happens."""
+        ...
+
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Brings these bytes into the page cache and hands none over. May return before they are there. OSError with
         EOPNOTSUPP where the system cannot be asked for it, or would take no more than a part."""

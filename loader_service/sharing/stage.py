@@ -73,6 +73,7 @@ class Stage:
         self._over = asyncio.Event()  # nothing is to come that this rank is concerned with, or it has failed
         self._failure: LoaderError | None = None
         self._stopped = False
+        self.slowest: int | None = None  # `waits_for`'s rank after the last message or read, for any thread to look at
         self._blocks_read = self._blocks_arrived = self._waits = 0
 
     # -- what is known
@@ -117,6 +118,7 @@ class Stage:
         if waiting is None:
             waiting = self._waiting[number] = self._loop.create_future()
             waiting.add_done_callback(_retrieve)
+            self._note_slowest()
         return await asyncio.shield(waiting)
 
     def done(self, number: int) -> None:
@@ -210,8 +212,13 @@ class Stage:
                 waiting = self._waiting.pop(action.block, None)
                 if waiting is not None:
                     waiting.set_result(buffer)
+        self._note_slowest()
         if self._machine.over:
             self._over.set()
+
+    def _note_slowest(self) -> None:
+        found = self.waits_for()
+        self.slowest = found[0] if found is not None else None
 
     def _failed(self, error: LoaderError) -> None:
         if self._failure is None and not self._stopped:

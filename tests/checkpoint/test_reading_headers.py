@@ -17,6 +17,7 @@ from loader_service.errors import CheckpointError, EndOfFileError, ReadError
 from tests.checkpoint.building import bytes_of
 from tests.checkpoint.finding import catalog_at, read_with, recording
 from tests.checkpoint.vectors import entry, file_of
+from tests.reading.disk import disk_folder, held, uncache
 
 
 def make(folder: Path, count: int = 3) -> list[str]:
@@ -35,6 +36,20 @@ def test_only_header_bytes_are_read_and_each_file_is_opened_once(tmp_path: Path)
             assert all(read.offset + read.wanted_bytes <= shard.header_bytes for read in storage.reads_of(shard.path))
             assert storage.opens(shard.path) == 1
         assert storage.lists() == 1
+
+
+def test_nothing_is_read_ahead_behind_a_header_but_what_comes_after_it_is(tmp_path: Path) -> None:
+    with disk_folder(tmp_path) as folder:
+        path = folder / "s.safetensors"
+        path.write_bytes(bytes_of(["t"], size=8 << 20))
+        uncache(str(path))
+        with recording() as (storage, handles):
+            (shard,) = read_with(str(folder), "advisory", handles=handles, storage=storage).shards
+            assert 0 < held(str(path)) <= 4096, "the page of the header"
+            with handles.borrow(str(path), shard.identity) as file:
+                for offset in (1 << 20, (1 << 20) + 4096, (1 << 20) + 8192):
+                    file.read_into([memoryview(bytearray(4096))], offset)
+            assert held(str(path)) > 4 * 4096, "the same descriptor reads ahead again"
 
 
 @pytest.mark.parametrize("text_bytes", [4088, 4096, 4104, 65528, 65536, 65544], ids=str)

@@ -120,6 +120,9 @@ class FaultyFile:
     def read_cached(self, view: memoryview, offset: int) -> int:
         return 0  # so that all of it meets the fault
 
+    def read_only_what_is_asked(self, only: bool) -> None:
+        self._file.read_only_what_is_asked(only)
+
     def drop_cached(self, offset: int, nbytes: int) -> None:
         self._file.drop_cached(offset, nbytes)
 

@@ -76,6 +76,17 @@ class TestLines:
             "load 'target': 192.00 MiB of 4.00 GiB, 1 tensors, 0.02 GiB/s",
         ]
 
+    def test_a_rank_that_is_waited_for_is_named(self, now_s: list[float], caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        lines = progress.progress_of("target", shown=True)
+        lines.begin(4 << 30)
+        for rank in (3, None):
+            lines.waits_for(rank)
+            now_s[0] += progress.LINE_EVERY_S
+            lines.tick()
+        ends = [message.partition("GiB/s")[2] for message in caplog.messages]
+        assert ends == ["; waiting for rank 3", ""]
+
     def test_before_the_load_is_planned_a_line_says_what_it_is_at(
         self, now_s: list[float], caplog: pytest.LogCaptureFixture
     ) -> None:

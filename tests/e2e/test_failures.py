@@ -11,7 +11,8 @@ import pytest
 
 import loader_service as ls
 from loader_service.config.schema import ServiceConfig
-from loader_service.reading.fake import FakeStorage, Gate
+from loader_service.reading.fake import FakeStorage
+from loader_service.reading.faults import Gate
 from loader_service.reading.local import LocalStorage
 from tests.e2e import forty
 from tests.e2e.forty import LAST, SMALL, consume, fail_payload, payload_of

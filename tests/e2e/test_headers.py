@@ -12,7 +12,8 @@ import pytest
 
 import loader_service as ls
 from loader_service.agreement.session import Session
-from loader_service.reading.fake import FakeStorage, Operation
+from loader_service.reading.fake import FakeStorage
+from loader_service.reading.faults import Operation
 from loader_service.reading.local import LocalStorage
 from tests.e2e.seats import Seat, all_of, errors, header_reads, make_seats, payload_reads, values
 from tests.support.checkpoints import Checkpoint, assert_same, write_checkpoint

@@ -209,7 +209,7 @@ def test_a_failure_while_it_is_made_leaves_no_descriptor(monkeypatch: pytest.Mon
 
 def test_elsewhere_than_on_linux_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loader_service.memory.shared.sys.platform", "darwin")
-    with pytest.raises(MemoryLimitError, match="needs Linux: use layout per_rank"):
+    with pytest.raises(MemoryLimitError, match="needs Linux: do not share"):
         SharedMemory.create(MIB)
 
 

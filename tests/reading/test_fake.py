@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loader_service.reading.fake import FakeStorage, Operation, ReadCall
+from loader_service.reading.fake import FakeStorage, ReadCall
+from loader_service.reading.faults import Operation
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.reader import OpenFile
 from tests.reading.making import PATIENCE_S, make_file
@@ -137,7 +138,7 @@ def test_a_delay_is_slept_in_the_reading_thread(
 ) -> None:
     path, _ = make_file(tmp_path, 10)
     slept: list[float] = []
-    monkeypatch.setattr("loader_service.reading.fake.time.sleep", slept.append)
+    monkeypatch.setattr("loader_service.reading.faults.time.sleep", slept.append)
     fake.delay(path, 0.25)
     file = fake.open(path)
     read(file, 0, 1)

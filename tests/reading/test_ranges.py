@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from loader_service.errors import CheckpointError, DestinationError, EndOfFileError, ReadError
 from loader_service.memory.allocators import HostBuffer
-from loader_service.reading.fake import FakeStorage, Operation
+from loader_service.reading.fake import FakeStorage
+from loader_service.reading.faults import Operation
 from loader_service.reading.file_range import Access, Drop, FileRange, RangeStatistics, Window, describe
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage

@@ -17,7 +17,7 @@ import torch
 from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitError, ReadError, StateError
 from loader_service.memory.allocators import allocate_host
 from loader_service.reading import chunked
-from loader_service.reading.fake import Gate
+from loader_service.reading.faults import Gate
 from loader_service.reading.file_range import FileRange
 from loader_service.rows import RowSource
 from tests.reading.making import PATIENCE_S

@@ -18,7 +18,7 @@ from loader_service import node_sharing
 from loader_service.agreement.messages import PHASES, Phase
 from loader_service.agreement.node_mesh import Mesh
 from loader_service.errors import FailureRecord
-from loader_service.reading.fake import Gate
+from loader_service.reading.faults import Gate
 from loader_service.sharing.segment import Segment, obtain
 from tests.conftest import _unfinished_threads
 from tests.e2e.doors import (

@@ -115,7 +115,7 @@ class Actor:
     async def be_in(self, service: ls.LoaderService, load: ls.Load) -> None:
         watching: asyncio.Future[None] | None = None
         if self.scene == STOPS and not self.struck:
-            watching = asyncio.ensure_future(asyncio.to_thread(self.wait_for_its_name, service))
+            watching = asyncio.ensure_future(asyncio.to_thread(self.wait_for_its_name, service, load))
         try:
             await take_in_steps(load, self.form, self.checkpoint, partial(self.step, service), self.take)
         except ls.LoaderError:
@@ -124,7 +124,8 @@ class Actor:
         if watching is not None:
             await watching
 
-    def wait_for_its_name(self, service: ls.LoaderService) -> None:
+    def wait_for_its_name(self, service: ls.LoaderService, load: ls.Load) -> None:
+        wait_until(lambda: load.waits_for == WHO)
         wait_until(lambda: f"waiting for rank {WHO}" in progress_of(service))
         self.tell()
 

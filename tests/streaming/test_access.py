@@ -12,7 +12,8 @@ import torch
 
 import loader_service as ls
 from loader_service.config.schema import ServiceConfig
-from loader_service.reading.fake import FakeStorage, Operation
+from loader_service.reading.fake import FakeStorage
+from loader_service.reading.faults import Operation
 from loader_service.reading.local import LocalStorage
 from tests.e2e import parallel
 from tests.reading.disk import MIB, PAGE, disk_bytes, disk_folder, forget, uncache, warm
