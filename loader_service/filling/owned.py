@@ -141,7 +141,7 @@ class OwnedFilling:
         if held:
             offsets = [offset + moved[buffer] for offset, buffer in zip(offsets, unit.buffer_of, strict=True)]
         read = [image for image in unit.images if image.memory not in held]
-        keep = partial(self._insert, read, buffers) if self._cached is not None else _keep_nothing
+        keep = partial(self._insert, unit, read, buffers) if self._cached is not None else _keep_nothing
         owned = OwnedUnit(self._plan, unit, memories, offsets, memory, keep)
         return owned, self._transfers(unit, read, buffers)
 
@@ -155,8 +155,13 @@ class OwnedFilling:
                 found[image.memory] = segments[0].memory
         return found
 
-    def _insert(self, images: Sequence[Image], buffers: Sequence[memoryview]) -> None:
+    def _insert(self, unit: OwnedLayout, images: Sequence[Image], buffers: list[memoryview]) -> None:
+        """Leaves what was read in place, or copied there whole, to the cache."""
         assert self._cached is not None
+        for number in unit.in_parts:
+            if (memory := self._target(unit, buffers, number).memory) is not None:
+                for shard, start, stop, dst in self._parts.in_place(number):
+                    self._cached.insert(shard, start, memory[dst : dst + stop - start])
         for image in images:
             nbytes = image.stop - image.start
             self._cached.insert(image.shard, image.start, buffers[image.memory][image.offset : image.offset + nbytes])

@@ -82,6 +82,15 @@ class PartReads:
         if joined is not None:
             yield joined.transfer(self._plan)
 
+    def in_place(self, number: int) -> Iterator[tuple[int, int, int, int]]:
+        """(shard, start, stop, offset in the tensor) of those of its fragments that have no gaps."""
+        plan = self._plan
+        for fragment in range(*self._bounds[number : number + 2].tolist()):
+            if plan.fragment_dst[fragment] >= 0:
+                columns = (plan.fragment_shard, plan.fragment_start, plan.fragment_stop, plan.fragment_dst)
+                shard, start, stop, dst = (int(column[fragment]) for column in columns)
+                yield shard, start, stop, dst
+
     def _pieces(self, fragment: int, stream: torch.cuda.Stream | None) -> Iterator[tuple[SubRange, _Source]]:
         """What is wanted of a fragment, cut as it is read or shared."""
         plan, extent = self._plan, int(self._extents[fragment])
