@@ -25,9 +25,10 @@ from pathlib import Path
 
 import psutil
 
+from loader_service.measuring.conditions import drop_from_cache as drop_from_cache
+
 MIB, GIB = 1 << 20, 1 << 30
 HUGE_PAGE_BYTES = 2 * MIB
-DROP_CALL_BYTES = 64 * MIB  # smaller, unaligned calls leave large folios in the page cache
 SPARE_BYTES = 2 * GIB  # of available memory, which conditioning leaves to others
 SIDE_TIMEOUT_S = 600.0
 _SYS_CACHESTAT = 451
@@ -118,17 +119,6 @@ def files_of(folder: Path) -> list[Path]:
 
 
 # The page cache
-
-
-def drop_from_cache(files: Sequence[Path]) -> None:
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            for offset in range(0, os.fstat(descriptor).st_size, DROP_CALL_BYTES):
-                os.posix_fadvise(descriptor, offset, DROP_CALL_BYTES, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
 
 
 def read_into_cache(files: Sequence[Path]) -> None:

@@ -1,104 +1,23 @@
-"""The limits that a loader is measured against: every byte of the files read into a few recycled huge-page buffers.
-
-Nothing is kept, parsed or handed over, and no fresh memory is touched: what disk or page cache give at best.
-"""
+"""The limits that a loader is measured against: those that `loader-service bench` measures too."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from loader_service.measuring.limits import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    DIRECT_THREADS,
+    can_read_direct,
+    read_buffered,
+    read_direct,
+    read_part,
+)
 
-from benchmarks.common import MIB, huge_buffer
-
-CHUNK_BYTES = 16 * MIB
-DIRECT_THREADS = 4
-BLOCK_BYTES = 4096
-
-
-def read_direct(files: Sequence[Path]) -> int:
-    """O_DIRECT: past the page cache. Returns the bytes read."""
-    return _read(files, os.O_DIRECT, DIRECT_THREADS)
-
-
-def can_read_direct(path: Path) -> bool:
-    """Whether the file system takes O_DIRECT."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        os.preadv(descriptor, [huge_buffer(BLOCK_BYTES)], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def read_buffered(files: Sequence[Path]) -> int:
-    """Through the page cache, one thread a core: more only contend. Returns the bytes read."""
-    return _read(files, 0, os.cpu_count() or 1)
-
-
-def read_part(path: Path, start: int, stop: int, *, direct: bool, threads: int) -> int:
-    """The bytes [start, stop) of one file, for rings of several processes. Returns the bytes read, whole blocks."""
-    start -= start % BLOCK_BYTES
-    return _read([path], os.O_DIRECT if direct else 0, threads, within=(start, stop))
-
-
-def _read(files: Sequence[Path], flags: int, threads: int, within: tuple[int, int] | None = None) -> int:
-    opened = [os.open(path, os.O_RDONLY | flags) for path in files]
-    try:
-        ranges = [within or (0, os.fstat(descriptor).st_size) for descriptor in opened]
-        chunks = iter(
-            [
-                (descriptor, offset, min(CHUNK_BYTES, stop - offset))
-                for descriptor, (start, stop) in zip(opened, ranges, strict=True)
-                for offset in range(start, stop, CHUNK_BYTES)
-            ]
-        )
-        lock = threading.Lock()
-        counts: list[int] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                buffer = huge_buffer(CHUNK_BYTES)
-                while True:
-                    with lock:
-                        chunk = next(chunks, None)
-                    if chunk is None:
-                        return
-                    counts.append(_read_chunk(*chunk, buffer))
-            except BaseException as error:  # noqa: BLE001 - raised below, by the caller's thread
-                errors.append(error)
-
-        _run_in_threads(work, threads)
-        if errors:
-            raise errors[0]
-        return sum(counts)
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-def _read_chunk(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> int:
-    done = 0
-    while done < nbytes:
-        # O_DIRECT wants whole blocks; at the file's end the read is short.
-        stop = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        got = os.preadv(descriptor, [buffer[done:stop]], offset + done)
-        if got == 0:
-            raise EOFError(f"the file ends at byte {offset + done}")
-        done += got
-    return done
-
-
-def _run_in_threads(work: Callable[[], None], count: int) -> None:
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+__all__ = [
+    "BLOCK_BYTES",
+    "CHUNK_BYTES",
+    "DIRECT_THREADS",
+    "can_read_direct",
+    "read_buffered",
+    "read_direct",
+    "read_part",
+]

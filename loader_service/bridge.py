@@ -294,6 +294,11 @@ class Channel(Generic[T]):
         return self._ended and not self._items and self._error is None
 
     @property
+    def depth(self) -> int:
+        """How many items lie here, put and not taken."""
+        return len(self._items)
+
+    @property
     def consumer_waits(self) -> bool:
         return self._wake is not None
 

@@ -108,7 +108,7 @@ class Engine:
 
     async def start(self) -> None:
         """Joins the group and checks that the configuration fits its size; nothing of the checkpoint is touched."""
-        self.node = await self.in_thread(_node_name, what=BOOT_ID_PATH)
+        self.node = await self.in_thread(node_name, what=BOOT_ID_PATH)
         self.threads.resize(min(HEADER_THREADS, await self.in_thread(lambda: self.handles.limit, what="/proc/self/fd")))
         self._group = join_group(self._group_spec, settings=self.config.agreement)
         check_world_size(self.config, self._group.world_size, coords_given=self.coords is not None)
@@ -341,7 +341,7 @@ def _slot_bytes(chunk_bytes: int, capacity_bytes: int) -> int:
     return slot if slot < 4096 else slot // 4096 * 4096
 
 
-def _node_name() -> str:
+def node_name() -> str:
     """This host, as ranks compare it: the boot id, which containers on one host share, else the host's name."""
     try:
         with open(BOOT_ID_PATH, encoding="ascii") as file:

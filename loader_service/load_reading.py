@@ -34,6 +34,7 @@ from loader_service.report import PolicyOutcome
 from loader_service.scheduler import Progress, Scheduler
 from loader_service.sizes import format_size
 from loader_service.sources import Tables
+from loader_service.timeline import Counters
 
 log = logging.getLogger("loader_service.load")
 
@@ -176,6 +177,21 @@ class LoadReading:
         if row_bytes := self._tables.read_bytes:
             text += f", {format_size(row_bytes)} of it rows of host-resident tables"
         return text + self._sharing.progress
+
+    def counters(self) -> Counters:
+        """What it is at, at this moment; from any thread."""
+        resources, scheduler = self._resources, self._scheduler
+        return Counters(
+            read_bytes=self.read_bytes + self.striped_bytes,
+            filled_bytes=self._progress.handed_bytes,
+            taken_bytes=self._progress.payload_bytes,
+            in_flight=len(self._engine.threads.in_flight()),
+            threads=self._engine.threads.threads,
+            queued=self._channel.depth,
+            held_bytes=resources.pool.statistics().out_bytes if resources is not None else 0,
+            consumer_waits=self._channel.consumer_waits,
+            waits_for_memory=scheduler is not None and scheduler.waits_for_memory,
+        )
 
     @property
     def slowest(self) -> int | None:

@@ -27,6 +27,7 @@ from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.report import LoadReport
 from loader_service.scheduler import Progress
 from loader_service.sources import Tables
+from loader_service.timeline import Counters
 
 log = logging.getLogger("loader_service.load")
 
@@ -323,6 +324,13 @@ class LoadRun:
         finally:
             self._phases[phase.value] = time.monotonic() - started
         log.debug("load '%s': %s complete", self.name, phase.value)
+
+    def counters(self) -> Counters:
+        """What this rank is at, at this moment; from any thread."""
+        if self._reading is not None:
+            return self._reading.counters()
+        threads = self._engine.threads
+        return Counters(in_flight=len(threads.in_flight()), threads=threads.threads)
 
     def report(self) -> LoadReport:
         """What this rank did so far; final once the load was left."""

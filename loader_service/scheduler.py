@@ -103,6 +103,11 @@ class Scheduler(Generic[UnitT]):
         self._tasks: list[asyncio.Task[None]] = []
         self.shards_read: set[int] = set()
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether it waits for memory of the budget: its next unit's, or scratch."""
+        return self._waits_for_memory_since is not None
+
     def start(self) -> None:
         self._tasks = [self._loop.create_task(self._produce()), self._loop.create_task(self._watch())]
 

@@ -27,6 +27,7 @@ from loader_service.planning.plan import LoadPlan
 from loader_service.report import LoadReport
 from loader_service.rows import RowSource
 from loader_service.run import LoadRun
+from loader_service.timeline import Counters
 
 YIELD_AFTER_S = 0.001  # an async consumer that never waits for data still lets its loop run this often
 
@@ -137,6 +138,12 @@ class _Face:
     def report(self) -> LoadReport:
         """What this rank did: so far while the load is open, finally once it was left."""
         return self._run.report()
+
+    @property
+    def counters(self) -> Counters:
+        """What this rank is at, at this moment: bytes read, filled and taken, reads in flight, who waits for whom. For
+        any thread that watches; it costs the load nothing but that look."""
+        return self._run.counters()
 
     @property
     def failure(self) -> LoaderError | None:

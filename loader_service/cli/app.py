@@ -54,6 +54,21 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class BenchForm(StrEnum):
+    """What `bench` takes of a load."""
+
+    OWNED = "owned"
+    BATCHES = "batches"
+
+
+class BenchCache(StrEnum):
+    """The page cache before a load of `bench`."""
+
+    COLD = "cold"
+    WARM = "warm"
+    AS_IS = "as-is"
+
+
 @dataclass(frozen=True, slots=True)
 class _Invocation:
     """A parsed command line: `work` does the command and returns its exit code. `tells_others`: it does so also when it
@@ -162,6 +177,59 @@ def load_command(
         from loader_service.cli.load import LoadOptions, run_load
 
         return run_load(LoadOptions(config, load, verify, manifest, as_json=json, debug=debug))
+
+    return _Invocation(work, json, debug, log_level, tells_others=True)
+
+
+@app.command("bench")
+def bench_command(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH|CONFIG",
+            help="A checkpoint's folder or one .safetensors file, loaded whole; or the YAML file.",
+        ),
+    ],
+    load: Annotated[
+        str | None,
+        typer.Option("--load", help="Which of the YAML file's loads (default: its only one).", metavar="NAME"),
+    ] = None,
+    form: Annotated[
+        BenchForm,
+        typer.Option(
+            "--form",
+            help="What is loaded: tensors that own their memory, as most consumers take them, or batches of memory "
+            "that is used again.",
+        ),
+    ] = BenchForm.OWNED,
+    cache: Annotated[
+        BenchCache,
+        typer.Option(
+            "--cache",
+            help="What the page cache holds of the load's files before each round. cold: they are dropped from it, no "
+            "others; warm: they are read into it; as-is: it is left alone.",
+        ),
+    ] = BenchCache.COLD,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=100, help="Rounds of load and limits, by turns.")] = 3,
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", help="How much of the files is read for each limit, at most.", metavar="SIZE")
+    ] = "4GiB",
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a picture of the load over time, one file without others."),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Measure this machine's limits and a load, and say what bounds it. Several ranks: with torchrun, as `load`."""
+
+    def work() -> int:
+        from loader_service.cli.bench import BenchOptions, run_bench
+
+        return run_bench(
+            BenchOptions(target, load, form.value, cache.value, rounds, max_bytes, html, as_json=json, debug=debug)
+        )
 
     return _Invocation(work, json, debug, log_level, tells_others=True)
 

@@ -145,18 +145,18 @@ def manifest_path(out: Path, rank: int, world_size: int) -> Path:
     return out if world_size == 1 else out.with_name(f"{out.stem}.rank{rank}{out.suffix}")
 
 
-def check_writable(path: Path) -> None:
-    """Raises ConfigError, before anything is loaded, where a manifest cannot be written, or would take the place of
-    something else than a file."""
-    folder = _target(path).parent
+def check_writable(path: Path, *, option: str = "--manifest") -> None:
+    """Raises ConfigError, before anything is loaded, where the file that an option names cannot be written, or would
+    take the place of something else than a file."""
+    folder = _target(path, option).parent
     if not folder.is_dir():
-        raise ConfigError(f"--manifest: the folder {folder} does not exist: make it first", path=str(path))
+        raise ConfigError(f"{option}: the folder {folder} does not exist: make it first", path=str(path))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--manifest: the folder {folder} is not writable: choose another one", path=str(path))
+        raise ConfigError(f"{option}: the folder {folder} is not writable: choose another one", path=str(path))
 
 
-def _target(path: Path) -> Path:
-    """The file that a manifest is written to: links are followed, so that they stay."""
+def _target(path: Path, option: str) -> Path:
+    """The file that is written to: links are followed, so that they stay."""
     target = Path(os.path.realpath(path))
     try:
         found = path.stat()
@@ -164,31 +164,36 @@ def _target(path: Path) -> Path:
         return target
     except OSError as error:  # a name that is too long, links in a circle
         raise ConfigError(
-            f"--manifest: {path} cannot be used: {error.strerror}: name another file",
+            f"{option}: {path} cannot be used: {error.strerror}: name another file",
             path=str(path),
             errno=error.errno,
         ) from error
     if stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"--manifest: {path} is a folder: name a file", path=str(path))
+        raise ConfigError(f"{option}: {path} is a folder: name a file", path=str(path))
     # A link of /proc may lead to what has no place of its own any more, such as a removed file.
     if not stat.S_ISREG(found.st_mode) or not target.exists():
-        raise ConfigError(f"--manifest: {path} is not a regular file, or was removed: name another", path=str(path))
+        raise ConfigError(f"{option}: {path} is not a regular file, or was removed: name another", path=str(path))
     return target
 
 
 def write_manifest(path: Path, entries: Mapping[str, object]) -> None:
-    """Writes the manifest whole or not at all: beside its place, then renamed. Blocking."""
-    target = _target(path)
-    # A name of its own: with the manifest's in it, it could be too long where the manifest's is not.
-    beside = target.with_name(f".manifest.{os.getpid()}.{threading.get_ident()}.part")
+    """Writes the manifest whole or not at all. Blocking."""
+    write_text(path, json.dumps(entries, indent=1) + "\n", option="--manifest")
+
+
+def write_text(path: Path, text: str, *, option: str) -> None:
+    """Writes the file that an option names whole or not at all: beside its place, then renamed. Blocking."""
+    target = _target(path, option)
+    # A name of its own: with the file's in it, it could be too long where the file's is not.
+    beside = target.with_name(f".{option.strip('-')}.{os.getpid()}.{threading.get_ident()}.part")
     try:
-        beside.write_text(json.dumps(entries, indent=1) + "\n", encoding="ascii")
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
         beside.replace(target)
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise ConfigError(
-            f"--manifest: {path} cannot be written: {error.strerror}: choose a place with room and rights",
+            f"{option}: {path} cannot be written: {error.strerror}: choose a place with room and rights",
             path=str(path),
             errno=error.errno,
         ) from error

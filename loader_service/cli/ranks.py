@@ -35,6 +35,7 @@ from loader_service.errors import EXIT_AGREEMENT, FailureRecord, LoaderError, er
 from loader_service.reading.threads import ReadPool
 
 GONE = frozenset({"LostRank", "LateRank", "LostStore"})  # records of ranks that nobody hears any more
+REPORTS, REPORTS_SUFFIX = "reports", ".reports"  # the session in which documents are gathered, and its store names
 WAIT_FOR_LOWER_RANK_S = 2.0
 MAX_WAIT_S = 10.0
 _CONNECT_S = 2.0
@@ -65,19 +66,26 @@ def place_from(environ: Mapping[str, str] = os.environ) -> Place:
 
 
 async def tell_others(
-    place: Place, load: str, error: BaseException, on_verdict: Callable[[LoaderError | None], Awaitable[None]]
+    place: Place,
+    session_name: str,
+    error: BaseException,
+    on_verdict: Callable[[LoaderError | None], Awaitable[None]],
+    *,
+    suffix: str = "",
 ) -> None:
     """Says on behalf of a rank whose load cannot even be opened that it fails, so that no other rank waits for it.
 
-    It takes part under the name and number that the load would have had. `on_verdict` is awaited before anything is
-    cleaned up, with this rank's own error or the other cause that the ranks found; with None if there is no verdict.
+    It takes part under the name and number that the load (with `suffix`: the reports) would have had. `on_verdict` is
+    awaited before anything is cleaned up, with this rank's own error or the other cause that the ranks found; with None
+    if there is no verdict.
     Bounded by a few seconds, also where nobody else is there.
     """
     if place.meeting is None:
         await on_verdict(None)
         return
-    group = join_group(place.meeting, settings=AgreementConfig(grace_s=2.0))
-    session = group.session(load)
+    meeting = replace(place.meeting, nonce=place.meeting.nonce + suffix)
+    group = join_group(meeting, settings=AgreementConfig(grace_s=2.0))
+    session = group.session(session_name)
     try:
         verdict = await session.fail(error, Phase.CONFIG)
         await on_verdict(None if verdict is None or verdict.failure is None else error_of(verdict))
@@ -154,8 +162,8 @@ def _reports_session(
 ) -> tuple[Group, Session]:
     """An exchange of its own, in the load's store."""
     bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
-    group = join_group(replace(meeting, nonce=f"{meeting.nonce}.reports"), settings=bounded)
-    session = group.session("reports")
+    group = join_group(replace(meeting, nonce=meeting.nonce + REPORTS_SUFFIX), settings=bounded)
+    session = group.session(REPORTS)
     if on_final is not None:
         session.on_final(lambda verdict: on_final(error_of(verdict)))
     return group, session

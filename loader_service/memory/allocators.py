@@ -95,17 +95,18 @@ class HostBuffer:
         self._mapping.before_unmap = action
 
 
-def allocate_host(nbytes: int, *, congruent_to: int = 0) -> HostBuffer:
+def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> HostBuffer:
     """Fresh memory whose first byte has `address % 4096 == congruent_to % 4096` (give the file offset it is read from).
 
     From 2 MiB on, the mapping begins at a multiple of 2 MiB and asks for huge pages. Nothing is touched, so nothing is
     resident yet: what becomes so are `nbytes` rounded up to pages. Thread-safe, does not block, holds no lock of the
-    interpreter in system calls. Raises MemoryLimitError if the system refuses.
+    interpreter in system calls. Raises MemoryLimitError if the system refuses. Without `huge` the system is asked for
+    ordinary pages instead, to measure what they cost.
     """
-    return allocate_together([(nbytes, congruent_to)])[0]
+    return allocate_together([(nbytes, congruent_to)], huge=huge)[0]
 
 
-def allocate_together(wanted: Sequence[tuple[int, int]]) -> list[HostBuffer]:
+def allocate_together(wanted: Sequence[tuple[int, int]], *, huge: bool = True) -> list[HostBuffer]:
     """Buffers of (nbytes, congruent_to) side by side, so that small ones share huge pages; else as `allocate_host`.
 
     Each has pages of its own and gives them back by itself. One that is kept keeps, until the system needs memory, the
@@ -119,6 +120,8 @@ def allocate_together(wanted: Sequence[tuple[int, int]]) -> list[HostBuffer]:
             raise ConfigError(f"cannot allocate {nbytes} bytes congruent to offset {congruent_to}: both must be >= 0")
         lengths.append(_round_up(max(1, congruent_to % PAGE_BYTES + nbytes), PAGE_BYTES))
     address = _map(sum(lengths), sum(nbytes for nbytes, _ in wanted))
+    if not huge:
+        _advise(address, sum(lengths), "MADV_NOHUGEPAGE")
     buffers = []
     for (nbytes, congruent_to), length in zip(wanted, lengths, strict=True):
         mapping = _Mapping(address, length, _libc().munmap)
@@ -174,14 +177,14 @@ def _map(length: int, wanted_bytes: int, descriptor: int | None = None, offset: 
         libc.munmap(found, address - found)
     if found + slack > address:
         libc.munmap(address + length, found + slack - address)
-    _advise_huge(address, length)
+    _advise(address, length, "MADV_HUGEPAGE")
     return address
 
 
-def _advise_huge(address: int, length: int) -> None:
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+def _advise(address: int, length: int, name: str) -> None:
+    advice = getattr(mmap, name, None)
     if advice is not None and _libc().madvise(address, length, advice):
-        _log.debug("huge pages cannot be had (%s): ordinary ones it is", os.strerror(ctypes.get_errno()))
+        _log.debug("%s is refused (%s): the system decides about pages", name, os.strerror(ctypes.get_errno()))
 
 
 def _round_up(number: int, multiple: int) -> int:

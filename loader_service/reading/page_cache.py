@@ -41,15 +41,10 @@ def is_overlay(descriptor: int) -> bool:
 def cached_bytes(descriptor: int, offset: int, nbytes: int, *, overlay: bool | None = None) -> int | None:
     """How many of the bytes [offset, offset + nbytes) the page cache holds, in whole pages; None if unknown.
 
-    `cachestat` costs some 5 us a MiB and reads nothing ahead. It is refused for files of another owner and by kernels
-    before 6.5: then both ends are probed with reads that must not wait, and all that lies between is taken to be as
-    they are. An overlay file system answers 0 although the lower file is cached: unknown. Not given, `overlay` is asked
-    for.
-
-
     `cachestat` costs some 5 us for each MiB that is held and reads nothing ahead. It is refused for files of another
     owner and by kernels before 6.5: then both ends are probed with reads that must not wait, and all that lies between
-    is taken to be as they are. An overlay file system answers 0 although the lower file is cached: unknown.
+    is taken to be as they are. An overlay file system answers 0 although the lower file is cached: unknown. Not given,
+    `overlay` is asked for.
     """
     if nbytes <= 0:
         return 0

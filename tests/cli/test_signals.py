@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import loader_service as ls
-from loader_service.cli import load
+from loader_service.cli import load, rank_process
 from loader_service.cli.load import LoadOptions
 from loader_service.cli.ranks import Place
 from loader_service.cli.signals import LAUNCHER_REPEATS_S, Interruptions, interruptions, started_by_a_launcher
@@ -209,7 +209,7 @@ def test_a_gap_in_its_own_looking_tells_a_process_that_it_was_stopped(now_s: lis
     tested = process(SEVERAL)
     stopped = tested._telling._spokesman._stopped
     for _ in range(1000):
-        now_s[0] += load.LOOK_EVERY_S
+        now_s[0] += rank_process.LOOK_EVERY_S
         tested._note_gap()
     assert not stopped()
     now_s[0] += 11.0

@@ -1,0 +1,276 @@
+"""`bench`: measures this machine's limits and a load by turns, and says what bounds the load.
+
+Every rank loads; rank 0 measures the limits of its machine while the others wait for it. Rounds alternate: load and
+limits, limits and load, so that a busy moment of the machine meets both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from loader_service.agreed import as_reported
+from loader_service.cli import ranks
+from loader_service.cli.bench_figures import Bench, RankRound
+from loader_service.cli.bench_limits import CacheState, Conditions, LimitBench, prepare_files
+from loader_service.cli.checking import check_writable, write_text
+from loader_service.cli.output import print_document
+from loader_service.cli.plans import plan_of
+from loader_service.cli.rank_process import Meeting, RankProcess, refused
+from loader_service.cli.signals import interruptions
+from loader_service.config.schema import AgreementConfig, ServiceConfig, check_world_size
+from loader_service.config.yaml_file import config_from_dict, load_config
+from loader_service.engine import node_name
+from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
+from loader_service.measuring.conditions import cached_share, condition_memory
+from loader_service.measuring.limits import StoppedError
+from loader_service.measuring.machine import this_machine
+from loader_service.memory.cache import clear_weight_cache
+from loader_service.planning.plan import LoadPlan
+from loader_service.rows import RowSource
+from loader_service.service import LoaderService
+from loader_service.sizes import parse_size
+from loader_service.stream import Load
+from loader_service.timeline import Recorder, Sample, shares, timeline_of
+
+log = logging.getLogger("loader_service.bench")
+
+Form = Literal["owned", "batches"]
+
+MOST_STEPS = 160
+_ALL_STEPS = 2560  # of all ranks' timelines together: they travel to rank 0
+_BESIDE_BYTES = 64 << 20  # what a load has in memory beside its staging
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the command line said. `load` None: the file's only one."""
+
+    target: Path
+    load: str | None
+    form: Form
+    cache: CacheState
+    rounds: int
+    max_bytes: str
+    html: Path | None
+    as_json: bool
+    debug: bool
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Measures on this rank and prints what is due on it. Returns the exit code."""
+    place = ranks.place_from()
+    with interruptions(several_ranks=not place.alone) as signals:
+        try:
+            config, load = _checked(options, place)
+            most_bytes = _most_bytes(options)
+            if signals.first is not None:
+                raise LoadCancelledError(f"interrupted by {signals.first.name}")
+        except LoaderError as error:
+            meeting = Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX)
+            return asyncio.run(refused(options, place, meeting, error, signals))
+        return asyncio.run(_BenchProcess(options, place, config, load, most_bytes).main(signals))
+
+
+def _checked(options: BenchOptions, place: ranks.Place) -> tuple[ServiceConfig, str]:
+    """The configuration and which of its loads, once everything is right that needs no other rank and no checkpoint."""
+    if options.html is not None:
+        check_writable(options.html, option="--html")
+    if options.target.suffix == _SUFFIX or options.target.is_dir():
+        if options.load is not None:
+            raise ConfigError(f"--load: {options.target} is a checkpoint, which has no loads: give a YAML file")
+        checkpoint = {"path": str(options.target.absolute())}
+        return config_from_dict({"checkpoint": checkpoint, "loads": {"all": {}}}), "all"
+    config = load_config(options.target)
+    load = options.load
+    if load is None:
+        if len(config.loads) > 1:
+            names = ", ".join(config.loads)
+            raise ConfigError(f"{options.target} has several loads: say which with --load, one of {names}")
+        load = next(iter(config.loads))
+    config.checkpoint_of(load)
+    check_world_size(config, place.world_size, coords_given=False)
+    return config, load
+
+
+def _most_bytes(options: BenchOptions) -> int:
+    try:
+        return parse_size(options.max_bytes)
+    except ConfigError as error:
+        raise ConfigError(f"--max-bytes: {error}") from error
+
+
+class _BenchProcess(RankProcess):
+    """One rank's part of the measuring."""
+
+    def __init__(
+        self, options: BenchOptions, place: ranks.Place, config: ServiceConfig, load: str, most_bytes: int
+    ) -> None:
+        super().__init__(options, place, Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX), config.agreement)
+        self._options = options
+        self._config = config
+        self._name = load
+        self._most_bytes = most_bytes
+        self._others: Literal["gather", "load", "hear"] = "gather"  # what they wait in; or they hear of it anyway
+        self._files: list[str] = []
+        self._payload_bytes = 0
+        self._stop = threading.Event()
+        self._rounds: list[list[RankRound]] = []
+        self._limits: LimitBench | None = None
+
+    async def _work(self) -> None:
+        try:
+            await self._measure()
+        except BaseException as error:
+            self._stop_measuring()
+            with contextlib.suppress(Exception):  # the cause is what is raised, not what befalls the telling
+                await self._tell_waiting(error)
+            raise
+
+    async def _tell_waiting(self, error: BaseException) -> None:
+        if self._others == "gather":
+            await ranks.fail_reports(self._place, error, self._waiting, on_final=self._note_final)
+        elif self._others == "load":
+
+            async def note(verdict: LoaderError | None) -> None:
+                self._later_failure = verdict
+
+            await ranks.tell_others(self._place, self._name, as_reported(error), note)
+
+    def _stop_measuring(self) -> None:
+        self._stop.set()
+        if self._limits is not None:
+            self._limits.stop()
+
+    async def _measure(self) -> None:
+        place, options = self._place, self._options
+        plan = await self._in_thread(lambda: plan_of(self._config, self._name, place.world_size))
+        self._files = sorted(_sizes(plan, [place.rank]))
+        self._payload_bytes = plan.for_rank(place.rank).payload_bytes
+        node = await self._in_thread(node_name)
+        nodes = [str(told["node"]) for told in await self._meet({"rank": place.rank, "node": node})]
+        here = [rank for rank, other in enumerate(nodes) if other == nodes[0]]
+        bench = None
+        if place.rank == 0:
+            machine = await self._in_thread(lambda: this_machine(self._files))
+            files_bytes = sum(_sizes(plan, here).values())
+            bench = Bench(self._name, options.form, options.cache, here, machine, files_bytes)
+        for number in range(options.rounds):
+            log.info("round %d of %d", number + 1, options.rounds)
+            if number % 2:
+                await self._limits_once(number, bench)
+            await self._load_once(last=number + 1 == options.rounds)
+            if number % 2 == 0:
+                await self._limits_once(number, bench)
+        if bench is not None:
+            await self._show(bench)
+
+    # The limits
+
+    async def _limits_once(self, number: int, bench: Bench | None) -> None:
+        if bench is None:
+            return
+        if self._limits is None:
+            threads = sum(each.threads for each in self._rounds[0] if each.rank in bench.here)
+            cores = bench.machine.cores
+            conditions = Conditions(self._files, self._options.cache, threads, cores, self._most_bytes)
+            self._limits = await self._in_thread(lambda: LimitBench(conditions))
+        limits = self._limits
+        with contextlib.suppress(StoppedError):  # then this task is cancelled
+            await self._in_thread(lambda: limits.round(number))
+
+    # The load
+
+    async def _load_once(self, *, last: bool) -> None:
+        """One load on all ranks, from a state of page cache and memory that all have prepared."""
+        clear_weight_cache()
+        cached = await self._in_thread(self._prepare)
+        await self._meet({"rank": self._place.rank})
+        self._others = "load"
+        async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
+            self._load = load = service.open(self._name)
+            self._others = "hear"
+            with Recorder(lambda: load.counters) as recorder:
+                async with load:
+                    tables = await self._consume(load)
+            self._others = "gather"
+        own = self._round(load, recorder.samples, cached, tables)
+        documents = await self._meet(own.as_dict(), last=last)
+        self._rounds.append([RankRound.from_dict(document) for document in documents])
+
+    def _prepare(self) -> float | None:
+        prepare_files(self._files, self._options.cache, self._stop)
+        condition_memory(min(self._config.staging.capacity_bytes, self._payload_bytes) + _BESIDE_BYTES)
+        return cached_share(self._files)
+
+    async def _consume(self, load: Load) -> int:
+        """Takes everything and keeps nothing. Returns how many host-resident tables were left out."""
+        tables = 0
+        if self._options.form == "batches":
+            async for batch in load.batches():
+                with batch:
+                    pass
+            return len(load.tables)
+        async for _, value in load:
+            tables += isinstance(value, RowSource)
+            del value
+        return tables
+
+    def _round(self, load: Load, samples: Sequence[Sample], cached: float | None, tables: int) -> RankRound:
+        report = load.report
+        opened_s = sum(spent for name, spent in report.phases.items() if name not in ("read", "finish"))
+        steps = min(MOST_STEPS, max(16, _ALL_STEPS // self._place.world_size))
+        capacity_bytes = self._config.staging.capacity_bytes
+        timeline = timeline_of(
+            samples, rank=report.rank, phases=report.phases, capacity_bytes=capacity_bytes, steps=steps
+        )
+        return RankRound.of(report, samples[-1].cpu_s, cached, shares(samples, opened_s), timeline, tables)
+
+    # The other ranks
+
+    @property
+    def _waiting(self) -> AgreementConfig:
+        """Others may be at work for long before they come."""
+        return self._settings.model_copy(update={"timeout_s": self._settings.start_timeout_s})
+
+    async def _meet(self, own: dict[str, object], *, last: bool = False) -> list[dict[str, object]]:
+        """Every rank's document, once all are here. After the `last` meeting nobody waits for this rank any more."""
+        found = await ranks.gather(
+            self._place, own, self._waiting, on_begin=self._note_meeting, on_final=self._note_final
+        )
+        self._others = "hear" if last else "gather"
+        return found
+
+    def _note_meeting(self) -> None:
+        self._others = "hear"
+
+    # What came out
+
+    async def _show(self, bench: Bench) -> None:
+        assert self._limits is not None
+        result = bench.result(self._rounds, self._limits)
+        if (html := self._options.html) is not None:
+            from loader_service.cli.bench_page import page_of
+
+            text = page_of(result)
+            await self._in_thread(lambda: write_text(html, text, option="--html"))
+        if self._options.as_json:
+            print_document(result.as_dict())
+        else:
+            from loader_service.cli.bench_table import show_bench
+
+            show_bench(result)
+
+
+def _sizes(plan: LoadPlan, of_ranks: Sequence[int]) -> dict[str, int]:
+    """Path -> bytes of the files that these ranks read of."""
+    shards = plan.catalog.shards
+    read = {shard for rank in of_ranks for shard in plan.for_rank(rank).extent_shard.tolist()}
+    return {shards[i].path: shards[i].identity.size_bytes for i in sorted(read)}

@@ -1,0 +1,1 @@
+"""Measures what this machine gives at best, and says in words what bounds a load."""

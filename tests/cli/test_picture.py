@@ -1,0 +1,126 @@
+"""The page of timelines: well formed, alone in the world, and nobody's text is its markup."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from loader_service.cli.checking import write_text
+from loader_service.cli.picture import Page, render
+from loader_service.timeline import Timeline
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+HOSTILE = "<script>alert(1)</script>&\"'><img src=x onerror=1>"
+LINE = Timeline(
+    rank=0,
+    step_s=0.1,
+    seconds=0.4,
+    threads=4,
+    capacity_bytes=1 << 30,
+    phases={"config": 0.01, "catalog": 0.02, "plan": 0.01, "open": 0.01, "read": 0.3, "finish": 0.05},
+    read_bytes=(0, 1e9, 2e9, 0),
+    filled_bytes=(0, 1e9, 2e9, 0),
+    taken_bytes=(0, 5e8, 2e9, 5e8),
+    cpu_s=(0.1, 0.1, 0.1, 0.1),
+    in_flight=(0, 4, 3.5, 0),
+    queued=(0, 1, 0, 0),
+    held_bytes=(0, 1e8, 1e8, 0),
+    consumer_waits=(1, 0.5, 0, 0),
+    waits_for_memory=(0, 0, 0, 0),
+)
+PAGE = Page("Load all", ["One sentence."], ("measured", "GiB/s"), [("the load", "1.23")], [LINE], 2.5, "the source")
+
+
+class Parsed(HTMLParser):
+    """Every tag with its attributes; fails where one is closed that was not opened last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def check_alone(text: str) -> Parsed:
+    """Nothing on the page asks for anything, or runs."""
+    parsed = Parsed(text)
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "use", "image", "base"}
+    names = {name for _, attrs in parsed.tags for name in attrs}
+    assert not {name for name in names if name.startswith("on") or name in {"src", "href", "srcset", "xlink:href"}}
+    assert not re.search(r"https?:|url\(|@import", text)
+    return parsed
+
+
+def test_a_page_is_well_formed_and_alone() -> None:
+    parsed = check_alone(render(PAGE))
+    assert {"viewport"} <= {attrs.get("name") for attrs in parsed.named("meta")}
+    policy = [attrs["content"] for attrs in parsed.named("meta") if "http-equiv" in attrs]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert all("width" not in attrs or float(attrs["width"] or 0) >= 0 for attrs in parsed.named("rect"))
+    charts = [attrs for attrs in parsed.named("svg") if attrs.get("role") == "img"]
+    assert len(charts) == 5
+    assert all(attrs.get("viewbox") and attrs.get("aria-label") for attrs in charts)
+    assert "prefers-color-scheme: dark" in render(PAGE)
+
+
+def test_axes_have_units_and_every_step_a_title() -> None:
+    text = " ".join(Parsed(render(PAGE)).text)
+    for words in ("Throughput, GiB/s", "Staging memory held, MiB", "Queue depth, units", "0.4 s", "read 0.300 s"):
+        assert words in text
+    assert "0.100 s: ready 9.31, taken 4.66 GiB/s" in text
+    assert "the source: 2.5 GiB/s" in text
+
+
+def test_nobodys_text_is_markup() -> None:
+    page = replace(PAGE, title=HOSTILE, sentences=[HOSTILE], columns=(HOSTILE, "x"), rows=[(HOSTILE, HOSTILE)])
+    page = replace(page, top_name=HOSTILE)
+    parsed = check_alone(render(page))
+    assert "".join(parsed.text).count(HOSTILE) == 6 + 1  # the title twice, and the key of the line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        Timeline(0, 0.0, 0.0, 0, 0),
+        replace(LINE, read_bytes=(0,) * 4, filled_bytes=(0,) * 4, taken_bytes=(0,) * 4, in_flight=(0,) * 4, phases={}),
+    ],
+    ids=["empty", "all zeros"],
+)
+def test_a_load_of_nothing_has_a_page_too(line: Timeline) -> None:
+    text = render(replace(PAGE, timelines=[line], top_gib_per_s=None))
+    check_alone(text)
+    assert "nan" not in text
+    assert "inf" not in text.replace("in flight", "")
+
+
+def test_many_ranks_are_folded_but_for_the_first() -> None:
+    parsed = Parsed(render(replace(PAGE, timelines=[replace(LINE, rank=rank) for rank in range(6)])))
+    assert [("open" in attrs) for attrs in parsed.named("details")] == [True] * 4 + [False] * 2
+
+
+def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_text(path, render(replace(PAGE, title="load \udcff")), option="--html")
+    assert "load \\udcff" in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
