@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Literal, Protocol
@@ -43,9 +43,9 @@ _TRANSIENT: Final = frozenset({errno.EIO, errno.ESTALE, errno.EINTR})
 class Kept(Protocol):
     """Whole headers and indexes that were read before, by path and the file's state."""
 
-    def get(self, path: str, identity: FileIdentity) -> bytes | None: ...
+    def get(self, path: str, state: Hashable) -> bytes | None: ...
 
-    def keep(self, path: str, identity: FileIdentity, raw: bytes) -> None: ...
+    def keep(self, path: str, state: Hashable, raw: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _find_index(
     identity, raw = _read_whole(path, storage)
     index = parse_index(raw, path)
     if kept is not None:
-        kept.keep(path, identity, raw)
+        kept.keep(path, identity.state, raw)
     return index
 
 
@@ -227,7 +227,7 @@ def _kept_of(path: str, storage: Storage, kept: Kept | None) -> tuple[FileIdenti
         identity = storage.identify(path)
     except OSError:  # opening it says why
         return None
-    raw = kept.get(path, identity)
+    raw = kept.get(path, identity.state)
     return None if raw is None else (identity, raw)
 
 
@@ -294,7 +294,7 @@ class _Headers:
         whole = bytes(raw)
         parsed = self._parsed(shard, identity, whole)
         if self._kept is not None:
-            self._kept.keep(path, identity, whole)
+            self._kept.keep(path, identity.state, whole)
         return parsed
 
     def _parsed(self, shard: FoundShard, identity: FileIdentity, raw: bytes) -> tuple[Shard, ParsedHeader]:
