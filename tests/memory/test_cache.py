@@ -187,8 +187,8 @@ class TestRoom:
             assert admission.outcome.as_dict() == {
                 "requested": "on",
                 "effective": "reuse only",
-                "reason": "0 bytes of 101 bytes were held, 101 bytes are not added: with 0 bytes that must stay they are more "
-                "than cache.capacity_bytes, 100 bytes",
+                "reason": "0 bytes of 101 bytes were held, 101 bytes are not added: with 0 bytes that must "
+                "stay they are more than cache.capacity_bytes, 100 bytes",
             }
             assert cache.statistics().reserved_bytes == 0
 
