@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
+from loader_service.checkpoint.slices import AT_ONCE
 from loader_service.planning.fragments import View, subdivide
 from loader_service.planning.images import BLOCK_BYTES, Image, block_ceil
 from loader_service.planning.plan import RankPlan
@@ -80,20 +82,31 @@ def slot_units(plan: RankPlan, *, slot_bytes: int, max_pieces: int = sys.maxsize
     A tensor larger than `slot_bytes` comes in several units; a slot takes at most `max_pieces` ranges of the file. What
     a slot has of one extent is one image, with the gaps of that extent.
     """
-    bounds = fragments_of_tensors(plan).tolist()
-    extents = extents_of_fragments(plan).tolist()
     slot = SlotBuilder(plan, slot_bytes + BLOCK_BYTES)
-    for tensor in range(len(plan.tensor_ids)):
-        if bounds[tensor] == bounds[tensor + 1]:
+    for tensor, fragment, extent in _fragments_in_order(plan):
+        if fragment < 0:
             slot.layout.placed.append(empty_place(plan, tensor))
-        for fragment in range(bounds[tensor], bounds[tensor + 1]):
-            for sub in subdivide(plan, fragment, slot_bytes):
-                if len(slot.layout.placed) >= max_pieces or not slot.takes(extents[fragment], sub.start, sub.stop):
-                    yield slot.finish()
-                offset = slot.add(extents[fragment], fragment, tensor, sub.start, sub.stop)
-                slot.layout.placed.append(Placed(tensor, fragment, sub.start, sub.stop, offset, sub.views))
+            continue
+        for sub in subdivide(plan, fragment, slot_bytes):
+            if len(slot.layout.placed) >= max_pieces or not slot.takes(extent, sub.start, sub.stop):
+                yield slot.finish()
+            offset = slot.add(extent, fragment, tensor, sub.start, sub.stop)
+            slot.layout.placed.append(Placed(tensor, fragment, sub.start, sub.stop, offset, sub.views))
     if slot.layout.placed:
         yield slot.finish()
+
+
+def _fragments_in_order(plan: RankPlan) -> Iterator[tuple[int, int, int]]:
+    """(tensor, fragment, extent) in plan order; (tensor, -1, -1) for a zero-size tensor."""
+    bounds, extents = fragments_of_tensors(plan), extents_of_fragments(plan)
+    for at in range(0, len(plan), AT_ONCE):
+        own = bounds[at : at + AT_ONCE + 1].tolist()
+        of_fragment = extents[own[0] : own[-1]].tolist()
+        for tensor, (first, stop) in enumerate(pairwise(own), at):
+            if first == stop:
+                yield tensor, -1, -1
+            for fragment in range(first, stop):
+                yield tensor, fragment, of_fragment[fragment - own[0]]
 
 
 class SlotBuilder:
