@@ -41,7 +41,7 @@ log = logging.getLogger("loader_service.engine")
 T = TypeVar("T")
 RowReaderT = TypeVar("RowReaderT", bound=RowReader)
 
-AUTO_THREADS = 4  # about four reads in flight a process reach what one disk gives; more only adds contention
+AUTO_THREADS = 6  # what keeps four reads in flight while others zero fresh memory; more only adds contention
 HEADER_THREADS = 8  # headers are small and latency-bound
 SERVICE_CLOSED = "the service was closed"
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"

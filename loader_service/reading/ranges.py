@@ -71,11 +71,13 @@ class RangeReader:
         self._refused: dict[str, str] = {}
         self._paths_read: set[str] = set()
         self._of_thread = threading.local()
+        self._copies = threading.BoundedSemaphore(_cores())
         starts_anew_in_children(self)
 
     def start_anew(self) -> None:
-        """In a forked child the lock may be that of a thread that is not here."""
+        """In a forked child the locks may be those of a thread that is not here."""
         self._lock = threading.Lock()
+        self._copies = threading.BoundedSemaphore(_cores())
 
     @property
     def statistics(self) -> RangeStatistics:
@@ -152,7 +154,8 @@ class RangeReader:
         copied = 0
         with contextlib.suppress(OSError), self.handles.borrow(where.path, where.expected) as file:
             if file.cached_bytes(where.start, 1) and file.cached_bytes(where.start + view.nbytes - 1, 1):
-                copied = file.read_cached(view, where.start)
+                with self._copies:
+                    copied = file.read_cached(view, where.start)
         self._count(where, cached_bytes=copied)
         return copied
 
@@ -328,6 +331,14 @@ def _takes_writes(view: memoryview) -> bool:
         return False
     finally:
         os.close(zeros)
+
+
+def _cores() -> int:
+    """Of this process. So many threads copy from the page cache at once: more would stand in each other's way, and the
+    caller's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _address(view: memoryview) -> int:

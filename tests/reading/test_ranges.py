@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from loader_service.reading.fake import FakeStorage
 from loader_service.reading.faults import Operation
 from loader_service.reading.file_range import Access, Drop, FileRange, RangeStatistics, Window, describe
 from loader_service.reading.handles import HandleCache
-from loader_service.reading.local import LocalStorage
+from loader_service.reading.local import LocalFile, LocalStorage
 from loader_service.reading.ranges import RangeReader
 from tests.reading.disk import MIB, PAGE, disk_bytes, disk_folder, held, memory, uncache, warm
 from tests.reading.making import PATIENCE_S, make_file
@@ -801,3 +802,32 @@ def test_any_range_by_any_way_is_the_files_bytes(data: st.DataObject, file_on_di
     assert done.direct_bytes + done.cached_bytes + done.buffered_bytes == total
     assert done.bounced_bytes <= done.direct_bytes
     assert os.path.getsize(path) == len(content)
+
+
+def test_no_more_threads_copy_from_the_page_cache_than_there_are_cores(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loader_service.reading.ranges._cores", lambda: 2)
+    warm(disk.path, 0, 64 * PAGE)
+    at_once = 0
+    most: list[int] = []
+    lock, both = threading.Lock(), threading.Barrier(2, timeout=PATIENCE_S)
+    copy = LocalFile.read_cached
+
+    def counted(file: LocalFile, view: memoryview, offset: int) -> int:
+        nonlocal at_once
+        with lock:
+            at_once += 1
+            most.append(at_once)
+        both.wait()  # two at a time, as there are an even number
+        copied = copy(file, view, offset)
+        with lock:
+            at_once -= 1
+        return copied
+
+    monkeypatch.setattr(LocalFile, "read_cached", counted)
+    reader = disk.reader()
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(lambda number: disk.read(reader, number * PAGE, PAGE), range(12)))
+    assert max(most) == 2
+    assert reader.statistics.cached_bytes == 12 * PAGE
