@@ -45,6 +45,7 @@ class StickyStorage(LocalStorage):
         class Sticky:
             identity = inner.identity
             read_into = inner.read_into
+            read_only_what_is_asked = inner.read_only_what_is_asked
 
             def close(self) -> None:
                 inner.close()
