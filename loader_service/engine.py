@@ -22,6 +22,7 @@ from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_
 from loader_service.errors import ReadError, StateError, name_of, text_of
 from loader_service.filling import CachedBytes, Resources
 from loader_service.memory.admission import Room, memory_rooms
+from loader_service.memory.budget import slot_bytes_of
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
 from loader_service.memory.process_cache import weight_cache
@@ -284,7 +285,7 @@ class Engine:
         """The service's staging memory; nothing is allocated before a load needs it."""
         if self._pool is None:
             reads, staging = self.config.reads, self.config.staging
-            slot_bytes = _slot_bytes(reads.chunk_bytes, staging.capacity_bytes)
+            slot_bytes = slot_bytes_of(reads.chunk_bytes, staging.capacity_bytes)
             self._pool = StagingPool(staging.capacity_bytes, slot_bytes=slot_bytes, pin=staging.pin, pinner=self.pinner)
         return self._pool
 
@@ -333,12 +334,6 @@ def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: i
     if files < AUTO_THREADS:
         return files, f"only {files} files may be open at once (ulimit -n)"
     return AUTO_THREADS, "as many reads in flight as one disk needs"
-
-
-def _slot_bytes(chunk_bytes: int, capacity_bytes: int) -> int:
-    """A staging slot: a chunk, but at most a quarter of the capacity, so that reading and consuming overlap."""
-    slot = min(max(chunk_bytes, 1024), capacity_bytes // 4)
-    return slot if slot < 4096 else slot // 4096 * 4096
 
 
 def node_name() -> str:

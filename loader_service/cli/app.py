@@ -137,6 +137,10 @@ def plan_command(
             "--ranks", min=1, help="For so many ranks (default: the mesh's product, else WORLD_SIZE, else 1)."
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a picture of it: who reads what of each file, one page."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -146,7 +150,7 @@ def plan_command(
     def work() -> int:
         from loader_service.cli.plans import show_plan
 
-        return show_plan(config, load, ranks, as_json=json)
+        return show_plan(config, load, ranks, html, as_json=json)
 
     return _Invocation(work, json, debug, log_level)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from math import floor, log10
 
+from loader_service.cli.html_page import document, key, table
 from loader_service.sizes import UNITS, format_size
 from loader_service.timeline import Timeline
 
@@ -19,32 +20,13 @@ _WIDTH, _HEIGHT = 400, 176
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 392, 12, 146
 _MOST_TITLES = 80  # what the pointer can rest on, along a chart
 
-# Blue, orange, green, pink, sky and vermilion of a palette that colour-blind people tell apart; lines differ in dashes
-# as well.
 _STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f24; --faint: #5b6570; --rule: #d5dae0;
-  --c0: #0072b2; --c1: #b35c00; --c2: #007a5a; --c3: #a8437f; --c4: #56b4e9; --c5: #c14a00; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171a; --ink: #e8eaed; --faint: #a3acb6; --rule: #343a41;
-  --c0: #56b4e9; --c1: #e69f00; --c2: #2fc79a; --c3: #e08fc0; --c4: #9ad0f5; --c5: #ff8a4c; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 64rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.4rem; line-height: 1.25; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 1.75rem 0 .25rem; }
-h3 { font-size: .95rem; margin: .75rem 0 .25rem; } p { margin: .35rem 0; } .faint { color: var(--faint); }
 .charts { display: grid; gap: .25rem 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
-figure { margin: 0; min-width: 0; } svg { display: block; width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; max-width: 44rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem .25rem 0; border-bottom: 1px solid var(--rule); text-align: right; }
-th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
-text { font: 12px system-ui, sans-serif; fill: var(--faint); } .grid { stroke: var(--rule); stroke-width: 1; }
+.grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .area { stroke: none; fill-opacity: .22; }
-.top { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 2 3; } .hit { fill: transparent; }
-.hit:hover { fill: var(--ink); fill-opacity: .12; }
-.key { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: 0; padding: 0; list-style: none; font-size: .875rem; }
-.key svg { display: inline-block; width: 1.4rem; height: .8rem; margin-right: .35rem; vertical-align: -.05rem; }
-summary { cursor: pointer; font-weight: 600; margin-top: 1.25rem; }
+.top { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 2 3; }
 """
-_STYLE += "".join(f".s{i} {{ stroke: var(--c{i}); }} .f{i} {{ fill: var(--c{i}); }}\n" for i in range(6))
+# Lines differ in dashes as well as in colour.
 _DASHES = ("", "6 3", "2 2")
 _OPEN_RANKS = 4  # shown unfolded
 _PHASES = ("config", "catalog", "plan", "open", "read", "finish")
@@ -87,23 +69,7 @@ class _Chart:
 def render(page: Page) -> str:
     """The whole HTML document."""
     ranks = "".join(_rank(each, page, unfolded=i < _OPEN_RANKS) for i, each in enumerate(page.timelines))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(page.title)}</h1>\n"
-        + "".join(f"<p>{escape(sentence)}</p>\n" for sentence in page.sentences)
-        + _table(page.columns, page.rows)
-        + ranks
-        + "</body>\n</html>\n"
-    )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+    return document(page.title, page.sentences, table(page.columns, page.rows) + ranks, style=_STYLE)
 
 
 def _rank(timeline: Timeline, page: Page, *, unfolded: bool) -> str:
@@ -181,8 +147,7 @@ def _figure(chart: _Chart, timeline: Timeline) -> str:
 
 def _key(name: str, css: str, dashes: str) -> str:
     dash = f' stroke-dasharray="{dashes}"' if dashes else ""
-    line = f'<line class="{css}" x1="0" x2="28" y1="8" y2="8" stroke-width="3"{dash}></line>'
-    return f'<li><svg viewBox="0 0 28 16" aria-hidden="true">{line}</svg>{escape(name)}</li>'
+    return key(name, f'<line class="{css}" x1="0" x2="28" y1="8" y2="8" stroke-width="3"{dash}></line>')
 
 
 def _axes(scale: float, seconds: float) -> str:
@@ -240,7 +205,7 @@ def _phases(phases: Mapping[str, float], seconds: float) -> str:
         left, width = at / whole * _WIDTH, spent / whole * _WIDTH
         bars.append(f'<rect class="f{number}" x="{left:.1f}" y="0" width="{width:.2f}" height="18">{title}</rect>')
         square = f'<rect class="f{number}" x="0" y="0" width="28" height="16"></rect>'
-        keys.append(f'<li><svg viewBox="0 0 28 16" aria-hidden="true">{square}</svg>{escape(name)} {spent:.3f} s</li>')
+        keys.append(key(f"{name} {spent:.3f} s", square))
         at += spent
     return (
         f'<h3>Phases</h3>\n<svg viewBox="0 0 {_WIDTH} 18" preserveAspectRatio="none" style="height:1.25rem" role="img" '

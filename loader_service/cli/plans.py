@@ -7,19 +7,25 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from loader_service.checkpoint.catalog import Catalog
 from loader_service.cli.catalogs import read_headers
+from loader_service.cli.checking import check_writable, write_text
 from loader_service.cli.output import print_document
 from loader_service.config.schema import ServiceConfig
 from loader_service.config.yaml_file import load_config
-from loader_service.errors import EXIT_OK, ConfigError
+from loader_service.errors import EXIT_OK, ConfigError, LoaderError
 from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, make_plan
 
 
-def show_plan(config_path: Path, load: str, ranks: int | None, *, as_json: bool) -> int:
-    """Prints a load's plan for all ranks. Returns the exit code."""
+def show_plan(config_path: Path, load: str, ranks: int | None, html: Path | None, *, as_json: bool) -> int:
+    """Prints a load's plan for all ranks, and draws it into the file `html`. Returns the exit code."""
     config = load_config(config_path)
+    if html is not None:
+        check_writable(html, option="--html")
     plan = plan_of(config, load, ranks)
+    if html is not None:
+        write_text(html, _page(config, plan), option="--html")
     if as_json:
         print_document(plan.as_json())
     else:
@@ -33,8 +39,30 @@ def plan_of(config: ServiceConfig, load: str, ranks: int | None) -> LoadPlan:
     """A load's plan, from the checkpoint's headers. `ranks` None: as many as `planned_ranks` says."""
     checkpoint = config.checkpoint_of(load)
     mesh = Mesh.row_major(config.mesh, planned_ranks(config, os.environ) if ranks is None else ranks)
-    catalog = read_headers(checkpoint, retries=config.reads.retries)
+    return _plan(config, load, read_headers(checkpoint, retries=config.reads.retries), mesh)
+
+
+def _plan(config: ServiceConfig, load: str, catalog: Catalog, mesh: Mesh) -> LoadPlan:
     return make_plan(catalog, load, config.load(load), mesh, coalesce_gap_bytes=config.reads.coalesce_gap_bytes)
+
+
+def _page(config: ServiceConfig, plan: LoadPlan) -> str:
+    """The plan's picture; in it lies the first other load with `key_prefixes` over the same checkpoint."""
+    from loader_service.cli.plan_page import page_of
+    from loader_service.memory.budget import slot_bytes_of
+
+    draft, notes = None, []
+    checkpoint = config.checkpoint_of(plan.load)
+    for name, load in config.loads.items():
+        if name != plan.load and load.key_prefixes and config.checkpoint_of(name) == checkpoint:
+            try:
+                draft = _plan(config, name, plan.catalog, plan.mesh)
+            except LoaderError as error:
+                notes.append(f"Load {name} is not drawn: {error}")
+            break
+    shares = config.reads.sharing != "none"
+    slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes) if shares else None
+    return page_of(plan, slot_bytes=slot_bytes, draft=draft, notes=notes)
 
 
 def planned_ranks(config: ServiceConfig, environ: Mapping[str, str]) -> int:

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+def slot_bytes_of(chunk_bytes: int, capacity_bytes: int) -> int:
+    """A staging slot: a chunk, but at most a quarter of the capacity, so that reading and consuming overlap."""
+    slot = min(max(chunk_bytes, 1024), capacity_bytes // 4)
+    return slot if slot < 4096 else slot // 4096 * 4096
+
+
 @dataclass(slots=True)
 class Budget:
     """`capacity_bytes` shared by reservations (any size) and leases (slots of `slot_bytes`).

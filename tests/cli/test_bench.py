@@ -22,8 +22,8 @@ from loader_service.cli.bench_limits import LABELS, LimitBench
 from loader_service.config.yaml_file import aload_config
 from loader_service.errors import EndOfFileError, RankFailure
 from loader_service.measuring.verdict import Limits
+from tests.cli.pages import check_alone
 from tests.cli.support import CommandLine, Fault, start_ranks, wait_until, write_config, write_small_checkpoint
-from tests.cli.test_picture import check_alone
 from tests.support.shards import write_shard
 
 Capture = pytest.CaptureFixture[str]

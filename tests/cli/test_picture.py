@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,8 @@ import pytest
 from loader_service.cli.checking import write_text
 from loader_service.cli.picture import Page, render
 from loader_service.timeline import Timeline
+from tests.cli.pages import HOSTILE, Parsed, check_alone
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-HOSTILE = "<script>alert(1)</script>&\"'><img src=x onerror=1>"
 LINE = Timeline(
     rank=0,
     step_s=0.1,
@@ -33,43 +30,6 @@ LINE = Timeline(
     waits_for_memory=(0, 0, 0, 0),
 )
 PAGE = Page("Load all", ["One sentence."], ("measured", "GiB/s"), [("the load", "1.23")], [LINE], 2.5, "the source")
-
-
-class Parsed(HTMLParser):
-    """Every tag with its attributes; fails where one is closed that was not opened last."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-    def named(self, tag: str) -> list[dict[str, str | None]]:
-        return [attrs for name, attrs in self.tags if name == tag]
-
-
-def check_alone(text: str) -> Parsed:
-    """Nothing on the page asks for anything, or runs."""
-    parsed = Parsed(text)
-    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "use", "image", "base"}
-    names = {name for _, attrs in parsed.tags for name in attrs}
-    assert not {name for name in names if name.startswith("on") or name in {"src", "href", "srcset", "xlink:href"}}
-    assert not re.search(r"https?:|url\(|@import", text)
-    return parsed
 
 
 def test_a_page_is_well_formed_and_alone() -> None:

@@ -23,6 +23,7 @@ from tests.support.sizes import written_size
 
 ARCHITECTURE = "docs/architecture.md"
 OPERATIONS = "docs/operations.md"
+OTHERS = ("docs/decisions.md", "docs/python-api.md", "docs/drafts-and-sharing.md")
 SECTIONS = ("reads", "staging", "agreement", "cache", "memory", "checkpoint")
 
 
@@ -130,7 +131,7 @@ def config_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from config_keys(field.annotation, f"{prefix}{name}.")
 
 
-@pytest.mark.parametrize("document", ["README.md", OPERATIONS, ARCHITECTURE, "docs/decisions.md", "docs/python-api.md"])
+@pytest.mark.parametrize("document", ["README.md", OPERATIONS, ARCHITECTURE, *OTHERS])
 def test_configuration_keys_that_a_document_names_exist(document: str) -> None:
     pattern = rf"(?:{'|'.join(SECTIONS)})\.[a-z_]+(?=$|:)"
     named = {match.group() for word in code_words(prose(document)) if (match := re.match(pattern, word))}
