@@ -9,6 +9,7 @@ import torch
 
 SHORT_FORMS = (
     ("benchmarks.catalog", ("--rounds", "5")),
+    ("benchmarks.growth", ("--rounds", "2", "--tensors", "1000", "10000", "100000", "--one-shard", "50000")),
     ("benchmarks.small", ("--rounds", "3", "--tensors", "20000")),
     ("benchmarks.stream", ("--rounds", "3", "--gib", "1")),
     ("benchmarks.host_tables", ("--rounds", "3", "--ranks", "4")),

@@ -29,11 +29,11 @@ from loader_service.agreement.participant import Participant
 from loader_service.agreement.protocol import LEADER, Collected, Incoming, Limits, LogEntry, Statuses
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.discovery import read_catalog
-from loader_service.config.schema import AgreementConfig
+from loader_service.config.schema import AgreementConfig, ServiceConfig
 from loader_service.config.yaml_file import config_from_dict
 from loader_service.errors import FailureRecord, ReadError
 from loader_service.planning.mesh import Mesh
-from loader_service.planning.plan import make_plan
+from loader_service.planning.plan import LoadPlan, make_plan
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 
@@ -302,14 +302,19 @@ def read_small_catalog(tensors: int) -> Catalog:
 
 
 def records_of(catalog: Catalog, world_size: int) -> Records:
-    """What every rank brings to each phase of a load of this catalog: digests, and its node in the first one."""
+    """What every rank brings to each phase of a load of this whole catalog."""
     config = config_from_dict({"checkpoint": {"path": "/checkpoint"}, "loads": {"target": {}}})
     mesh = Mesh.row_major(None, world_size)
     gap_bytes = config.reads.coalesce_gap_bytes
     plan = make_plan(catalog, "target", config.loads["target"], mesh, coalesce_gap_bytes=gap_bytes)
-    first = config_record(config, "target", node="", world_size=1, coords=None)
+    return records_of_load(config, plan)
+
+
+def records_of_load(config: ServiceConfig, plan: LoadPlan) -> Records:
+    """What every rank brings to each phase: digests, and its node in the first one."""
+    first = config_record(config, plan.load, node="", world_size=plan.world_size, coords=None)
     common = dict.fromkeys(PHASES, PhaseRecord()) | {
-        Phase.CATALOG: catalog_record(catalog),
+        Phase.CATALOG: catalog_record(plan.catalog),
         Phase.PLAN: plan_record(plan),
     }
 
@@ -323,7 +328,13 @@ def records_of(catalog: Catalog, world_size: int) -> Records:
 def measure(worlds: Sequence[tuple[int, int]], rounds: int) -> list[list[Load]]:
     """All rounds of each (ranks, tensors), interleaved."""
     catalogs = {tensors: read_small_catalog(tensors) for _, tensors in worlds}
-    records = {(ranks, tensors): records_of(catalogs[tensors], ranks) for ranks, tensors in worlds}
+    return measure_records(
+        {(ranks, tensors): records_of(catalogs[tensors], ranks) for ranks, tensors in worlds}, rounds
+    )
+
+
+def measure_records(records: Mapping[tuple[int, int], Records], rounds: int) -> list[list[Load]]:
+    """As `measure`, with records by (ranks, tensors)."""
     found: dict[tuple[int, int], list[Load]] = {key: [] for key in records}
     gc.freeze()  # what the imports brought; each full collection would walk it
     try:

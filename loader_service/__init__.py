@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from loader_service.errors import ReadError as ReadError
     from loader_service.errors import StateError as StateError
     from loader_service.filling import TensorSpec as TensorSpec
-    from loader_service.memory.cache import clear_weight_cache as clear_weight_cache
     from loader_service.memory.events import DeviceEvent as DeviceEvent
+    from loader_service.memory.process_cache import clear_weight_cache as clear_weight_cache
     from loader_service.planning.plan import LoadPlan as LoadPlan
     from loader_service.planning.plan import RankPlan as RankPlan
     from loader_service.report import LoadReport as LoadReport
@@ -72,7 +72,7 @@ _HOMES = {
         "StateError",
     ),
     "filling": ("TensorSpec",),
-    "memory.cache": ("clear_weight_cache",),
+    "memory.process_cache": ("clear_weight_cache",),
     "memory.events": ("DeviceEvent",),
     "planning.plan": ("LoadPlan", "RankPlan"),
     "report": ("LoadReport", "PolicyOutcome"),

@@ -22,9 +22,9 @@ from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_
 from loader_service.errors import ReadError, StateError, name_of, text_of
 from loader_service.filling import CachedBytes, Resources
 from loader_service.memory.admission import Room, memory_rooms
-from loader_service.memory.cache import weight_cache
 from loader_service.memory.pinning import CudaPinner, Pinner
 from loader_service.memory.pool import StagingPool
+from loader_service.memory.process_cache import weight_cache
 from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, RankPlan, make_plan
 from loader_service.reading.file_range import Access, Drop
@@ -227,13 +227,13 @@ class Engine:
         )
 
     async def cached(self, plan: RankPlan) -> CachedBytes | None:
-        """A load's part of the raw weight cache; others' goes before anything new is read. None: the cache is off."""
+        """A load's part of the raw weight cache, where no room was made for it yet. None: the cache is off."""
         capacity_bytes = self.config.cache.capacity_bytes
         if not capacity_bytes:
             return None
         shards = plan.catalog.shards
-        make_room = partial(CachedBytes, weight_cache(), plan, shards, capacity_bytes)
-        return await self.in_thread(make_room, what="making room in the raw weight cache")
+        claim = partial(CachedBytes, weight_cache(), plan, shards, capacity_bytes)
+        return await self.in_thread(claim, what="looking into the raw weight cache")
 
     def forget_catalog(self, load: str) -> None:
         """After a failed load: files may have changed, so the next one reads the headers again, as on all ranks."""

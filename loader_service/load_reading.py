@@ -117,8 +117,17 @@ class LoadReading:
             on_progress=self._on_progress,
             on_failure=self._on_failure,
         )
-        scheduler.start()
+        scheduler.start(lambda: self._make_room(filling.keeps_copies))
         return scheduler
+
+    async def _make_room(self, copies: bool) -> None:
+        """Room in the raw weight cache, before anything is read, if anything will be left there."""
+        if self._cached is None:
+            return
+        if copies and self._ready.shared is not None:
+            self._cached.leave_nothing("what comes from memory that the node shares is not kept")
+            return
+        await self._engine.in_thread(self._cached.make_room, what="making room in the raw weight cache")
 
     # Ending
 

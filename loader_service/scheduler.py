@@ -12,7 +12,7 @@ import concurrent.futures
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, cast
 
@@ -108,8 +108,9 @@ class Scheduler(Generic[UnitT]):
         """Whether it waits for memory of the budget: its next unit's, or scratch."""
         return self._waits_for_memory_since is not None
 
-    def start(self) -> None:
-        self._tasks = [self._loop.create_task(self._produce()), self._loop.create_task(self._watch())]
+    def start(self, before: Callable[[], Awaitable[None]]) -> None:
+        """`before` is done, in the background too, before anything is read."""
+        self._tasks = [self._loop.create_task(self._produce(before)), self._loop.create_task(self._watch())]
 
     def fail(self, error: BaseException) -> None:
         """Stops what is queued and tells of `error`; reads in flight go on until `stop` waits for them."""
@@ -149,8 +150,9 @@ class Scheduler(Generic[UnitT]):
 
     # Submitting
 
-    async def _produce(self) -> None:
+    async def _produce(self, before: Callable[[], Awaitable[None]]) -> None:
         try:
+            await before()
             await self._lease_scratch()
             for unit in self._filling.units():
                 await self._submit_unit(unit)

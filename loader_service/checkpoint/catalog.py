@@ -19,6 +19,7 @@ from loader_service.checkpoint.choices import Choices, choose
 from loader_service.checkpoint.dtypes import DTYPE_LIST, DType
 from loader_service.checkpoint.header import ParsedHeader
 from loader_service.checkpoint.index import IndexFile
+from loader_service.checkpoint.slices import slices_of
 from loader_service.errors import CheckpointError
 from loader_service.reading.reader import FileIdentity
 
@@ -65,7 +66,9 @@ class Catalog:
     def id_of(self, name: str) -> int | None:
         """The row of a tensor, None if there is none. The first call builds the dictionary."""
         if not self._ids:
-            self._ids.update(zip(self.names, range(len(self.names)), strict=True))
+            ids = itertools.count()
+            for some in slices_of(self.names):
+                self._ids.update(zip(some, ids, strict=False))
         return self._ids.get(name)
 
     def dtype(self, tensor_id: int) -> DType:

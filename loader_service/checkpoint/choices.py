@@ -11,11 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import repeat
+from operator import eq
 from typing import Final
 
 from loader_service.checkpoint.index import IndexFile
 from loader_service.checkpoint.refusal import shown, shown_list
+from loader_service.checkpoint.slices import any_twice, slices_of
 from loader_service.errors import CheckpointError
 
 _OF_A_SET: Final = re.compile(r"(?P<head>.*?)-\d+(?P<tail>-of-\d+.*)", re.DOTALL)
@@ -39,21 +41,30 @@ def choose(names_by_shard: Mapping[str, Sequence[str]], index: IndexFile | None)
 
     Raises CheckpointError that lists the sets of files where nothing decides.
     """
-    overlap = len(set(chain.from_iterable(names_by_shard.values()))) < sum(map(len, names_by_shard.values()))
+    overlap = any_twice(names_by_shard.values())
     if index is None:
         if overlap:
             raise _undecided(_copies(names_by_shard), None)
         return Choices()
-    holder = {name: shard for shard, names in names_by_shard.items() for name in names}
-    if not overlap and holder == index.weight_map:
+    if not overlap and _agrees(names_by_shard, index):
         return Choices()
-    listed = frozenset(index.weight_map.values())
+    listed = index.shards
     dropped, notes = _unlisted(names_by_shard, listed)
     kept = {shard: names for shard, names in names_by_shard.items() if shard not in dropped}
     winners, left_out = _decide(_copies(kept), index, listed) if overlap else ({}, {})
     holder = {name: shard for shard, names in kept.items() for name in names} | winners
     notes += _decided_notes(winners, left_out) + _index_notes(holder, index, listed)
     return Choices(dropped, {shard: frozenset(names) for shard, names in left_out.items()}, tuple(notes))
+
+
+def _agrees(names_by_shard: Mapping[str, Sequence[str]], index: IndexFile) -> bool:
+    """Whether the index says just what the files hold, none of which holds a name that another one has."""
+    told = index.weight_map.get
+    return len(index.weight_map) == sum(map(len, names_by_shard.values())) and all(
+        all(map(eq, map(told, some), repeat(shard)))
+        for shard, names in names_by_shard.items()
+        for some in slices_of(names)
+    )
 
 
 def _copies(names_by_shard: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

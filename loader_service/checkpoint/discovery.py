@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Literal, Protocol
@@ -28,6 +28,7 @@ from loader_service.checkpoint.index import (
 )
 from loader_service.checkpoint.missing import missing_error, no_shards_error
 from loader_service.checkpoint.refusal import refusal, shown, shown_list
+from loader_service.checkpoint.slices import Text, memory_for
 from loader_service.errors import CheckpointError, LoaderError, ReadError
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import read_fully
@@ -43,9 +44,9 @@ _TRANSIENT: Final = frozenset({errno.EIO, errno.ESTALE, errno.EINTR})
 class Kept(Protocol):
     """Whole headers and indexes that were read before, by path and the file's state."""
 
-    def get(self, path: str, identity: FileIdentity) -> bytes | None: ...
+    def get(self, path: str, state: Hashable) -> bytes | None: ...
 
-    def keep(self, path: str, identity: FileIdentity, raw: bytes) -> None: ...
+    def keep(self, path: str, state: Hashable, raw: bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def discover(
     shards, notes = _folder_shards(path, entries)
     found = _find_index(path, entries, storage, notes, kept) if index == "advisory" else None
     if found is not None:
-        absent = sorted(set(found.weight_map.values()).difference(shard.name for shard in shards))
+        absent = sorted(found.shards.difference(shard.name for shard in shards))
         if absent:
             raise absent_shards_error(found, absent)
     if not shards:
@@ -215,7 +216,7 @@ def _find_index(
     identity, raw = _read_whole(path, storage)
     index = parse_index(raw, path)
     if kept is not None:
-        kept.keep(path, identity, raw)
+        kept.keep(path, identity.state, bytes(raw))
     return index
 
 
@@ -227,11 +228,11 @@ def _kept_of(path: str, storage: Storage, kept: Kept | None) -> tuple[FileIdenti
         identity = storage.identify(path)
     except OSError:  # opening it says why
         return None
-    raw = kept.get(path, identity)
+    raw = kept.get(path, identity.state)
     return None if raw is None else (identity, raw)
 
 
-def _read_whole(path: str, storage: Storage) -> tuple[FileIdentity, bytes]:
+def _read_whole(path: str, storage: Storage) -> tuple[FileIdentity, Text]:
     try:
         file = storage.open(path)
         try:
@@ -239,14 +240,14 @@ def _read_whole(path: str, storage: Storage) -> tuple[FileIdentity, bytes]:
             size_bytes = identity.size_bytes
             if size_bytes > MAX_INDEX_BYTES:
                 raise refusal(path, f"the index has {size_bytes} bytes, more than {MAX_INDEX_BYTES} are not read")
-            data = bytearray(size_bytes)
+            data = memory_for(size_bytes)
             done = 0
             while done < size_bytes:
-                got = file.read_into([memoryview(data)[done:]], done)
+                got = file.read_into([data[done:]], done)
                 if not got:
                     raise refusal(path, f"the index ended at byte {done} of {size_bytes}: it changed while it was read")
                 done += got
-            return identity, bytes(data)
+            return identity, data
         finally:
             file.close()
     except OSError as error:
@@ -288,16 +289,15 @@ class _Headers:
         with _nothing_read_ahead(handles, path, identity):
             read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
             # Length and file size are checked here, before memory is taken for what the file claims to hold.
-            raw = bytearray(header_length(bytes(first), file_bytes=file_bytes, path=path))
+            raw = memory_for(header_length(bytes(first), file_bytes=file_bytes, path=path))
             raw[:LENGTH_BYTES] = first
-            read_fully(handles, path, identity, LENGTH_BYTES, [memoryview(raw)[LENGTH_BYTES:]], retries=retries)
-        whole = bytes(raw)
-        parsed = self._parsed(shard, identity, whole)
+            read_fully(handles, path, identity, LENGTH_BYTES, [raw[LENGTH_BYTES:]], retries=retries)
+        parsed = self._parsed(shard, identity, raw)
         if self._kept is not None:
-            self._kept.keep(path, identity, whole)
+            self._kept.keep(path, identity.state, bytes(raw))
         return parsed
 
-    def _parsed(self, shard: FoundShard, identity: FileIdentity, raw: bytes) -> tuple[Shard, ParsedHeader]:
+    def _parsed(self, shard: FoundShard, identity: FileIdentity, raw: Text) -> tuple[Shard, ParsedHeader]:
         with self._one_at_a_time:
             header = parse_header(raw, file_bytes=identity.size_bytes, path=shard.path)
         return Shard(shard.name, shard.path, identity, header.header_bytes, header.sha256), header

@@ -6,6 +6,7 @@ It is advisory here: headers say what exists, the index only decides between two
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,14 @@ import msgspec
 from loader_service.checkpoint.header import is_canonical
 from loader_service.checkpoint.lookalike import lookalike
 from loader_service.checkpoint.refusal import refusal, shown
+from loader_service.checkpoint.slices import (
+    TEXT_BYTES,
+    WHITE_SPACE,
+    Text,
+    after_white_space,
+    before_white_space,
+    members,
+)
 from loader_service.errors import CheckpointError
 
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -27,32 +36,93 @@ _ADVICE: Final = "repair it, or set `index: ignore` to load by the shards' heade
 
 @dataclass(frozen=True, slots=True)
 class IndexFile:
-    """`weight_map`: tensor name -> base name of the shard that should hold it; `path` is where it was read."""
+    """`weight_map`: tensor name -> base name of the shard that should hold it; `shards`: all of those names. `path` is
+    where it was read."""
 
     path: str
     weight_map: Mapping[str, str]
+    shards: frozenset[str]
+
+
+_MAP: Final = re.compile(rb'"weight_map": ?\{')
+_ENDING: Final = re.compile(rb'",')
+_map_decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
 class _Index(msgspec.Struct, gc=False):
     weight_map: dict[str, str]
 
 
-def parse_index(raw: bytes, path: str) -> IndexFile:
+def parse_index(raw: Text, path: str) -> IndexFile:
     """Decodes an index. Raises CheckpointError naming it; a name mapped twice is refused, other keys are ignored."""
-    weight_map = _proven_weight_map(raw.strip(b" \t\n\r"))
-    if weight_map is None:
-        weight_map = _strict_weight_map(raw, path)
-    if "" in weight_map.values():
+    told = _proven_in_slices(raw) if len(raw) > TEXT_BYTES else None
+    if told is None:
+        text = bytes(raw)
+        proven = _proven_weight_map(text.strip(WHITE_SPACE))
+        told = _Told()
+        told.add(proven if proven is not None else _strict_weight_map(text, path))
+    if "" in told.shards:
         raise refusal(path, f"the index maps a tensor to a file without a name; {_ADVICE}")
-    return IndexFile(path, weight_map)
+    return IndexFile(path, told.weight_map, frozenset(told.shards))
+
+
+class _Told:
+    """The map, as it comes in pieces. Equal names of shards become one object."""
+
+    def __init__(self) -> None:
+        self.weight_map: dict[str, str] = {}
+        self.shards: dict[str, str] = {}
+
+    def add(self, some: dict[str, str]) -> None:
+        values = some.values()
+        self.weight_map.update(zip(some, map(self.shards.setdefault, values, values), strict=True))
+
+
+def _proven_in_slices(raw: Text) -> _Told | None:
+    """The fast look in slices, where the map is the last key and holds no name twice.
+
+    What surrounds the map is looked at with a text in its place, which shows that it is the map.
+    """
+    stop = before_white_space(raw, 0, len(raw))
+    close = before_white_space(raw, 0, stop - 1) - 1
+    key = _MAP.search(raw)
+    if key is None or bytes(raw[close:stop]).translate(None, WHITE_SPACE) != b"}}":
+        return None
+    around = b"".join((raw[: key.end() - 1], b'""', raw[close + 1 : stop])).lstrip(WHITE_SPACE)
+    first = after_white_space(raw, key.end(), close)
+    told, count = _Told(), 0
+    try:
+        whole = msgspec.json.decode(around, type=dict[str, object])
+        if whole.get("weight_map") != "" or around.count(b'"weight_map"') != 1 or not _is_written(around, whole):
+            return None
+        for text in members(raw, first, before_white_space(raw, first, close), _ENDING):
+            some = _map_decoder.decode(text)
+            if not _is_member_text(text, some) or (count and not some):
+                return None
+            told.add(some)
+            count += len(some)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return None
+    return told if len(told.weight_map) == count else None
+
+
+def _is_member_text(text: bytes, some: dict[str, str]) -> bool:
+    """Whether the members stand as the writers write them: without spaces, with single ones, or each in its line."""
+    encoded = msgspec.json.encode(some)
+    return is_canonical(text, encoded) or text == b"{%b}" % msgspec.json.format(encoded, indent=4)[1:-1].strip()
+
+
+def _is_written(text: bytes, value: object) -> bool:
+    """Whether the text is the value as the writers write it, in one of their styles."""
+    encoded = msgspec.json.encode(value)
+    return is_canonical(text, encoded) or text == msgspec.json.format(encoded, indent=2)
 
 
 def _proven_weight_map(text: bytes) -> dict[str, str] | None:
     """The fast look, as for headers: decode, encode again in the writers' two styles, compare."""
     try:
         whole = msgspec.json.decode(text)
-        encoded = msgspec.json.encode(whole)
-        if not is_canonical(text, encoded) and text != msgspec.json.format(encoded, indent=2):
+        if not _is_written(text, whole):
             return None
         return msgspec.convert(whole, _Index).weight_map
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from loader_service.checkpoint.dtypes import DTYPE_IDS, DTYPES
 from loader_service.checkpoint.refusal import refusal, shown
+from loader_service.checkpoint.slices import column_of
 from loader_service.checkpoint.strict import U64_LIMIT, Entries
 from loader_service.errors import CheckpointError
 
@@ -75,14 +76,14 @@ def proven_layout(entries: Entries, payload_bytes: int) -> Layout | None:
         empty = np.zeros(0, dtype=np.int64)
         return Layout([], np.zeros(0, dtype=np.uint8), [], empty, empty) if payload_bytes == 0 else None
     try:
-        begins = np.array(entries.begins, dtype=np.int64)
-        ends = np.array(entries.ends, dtype=np.int64)
+        begins = column_of(entries.begins, np.int64)
+        ends = column_of(entries.ends, np.int64)
     except OverflowError:  # beyond 2^63, where no file reaches
         return None
     table = _Kinds()
     kinds = [table[kind] for kind in zip(entries.codes, entries.shapes, strict=True)]
-    sizes = np.array([kind[0] for kind in kinds], dtype=np.int64)
-    dtype_ids = np.array([kind[1] for kind in kinds], dtype=np.uint8)
+    sizes = column_of([kind[0] for kind in kinds], np.int64)
+    dtype_ids = column_of([kind[1] for kind in kinds], np.uint8)
     names, shapes = entries.names, [kind[2] for kind in kinds]
     if (sizes < 0).any() or (begins < 0).any() or (ends < 0).any() or (ends - begins != sizes).any():
         return None

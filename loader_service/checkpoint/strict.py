@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,8 +34,8 @@ class Entries:
     names: list[str]
     codes: list[str]
     shapes: list[tuple[int, ...]]
-    begins: list[int]
-    ends: list[int]
+    begins: MutableSequence[int]
+    ends: MutableSequence[int]
     metadata: dict[str, str]
 
 

@@ -31,7 +31,7 @@ from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
 from loader_service.measuring.conditions import cached_share, condition_memory
 from loader_service.measuring.limits import StoppedError
 from loader_service.measuring.machine import this_machine
-from loader_service.memory.cache import clear_weight_cache
+from loader_service.memory.process_cache import clear_weight_cache
 from loader_service.planning.plan import LoadPlan
 from loader_service.rows import RowSource
 from loader_service.service import LoaderService

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from loader_service.planning.plan import RankPlan
 from loader_service.planning.units import extents_of_fragments, fragments_of_tensors
 from loader_service.reading.file_range import FileRange, Window
 from loader_service.reading.ranges import RangeReader
+from loader_service.report import PolicyOutcome
 
 
 def cacheable(plan: RankPlan) -> tuple[dict[int, ByteRanges], bool]:
@@ -32,19 +34,36 @@ def cacheable(plan: RankPlan) -> tuple[dict[int, ByteRanges], bool]:
 
 
 class CachedBytes:
-    """One load's part of the cache. Thread-safe. `everything`: all that it wants was held when it began; `adds`: it may
-    leave what it reads there."""
+    """One load's part of the cache. Thread-safe. `everything`: all that it wants was held when it was planned."""
 
     def __init__(self, cache: WeightCache, plan: RankPlan, shards: Sequence[Shard], capacity_bytes: int) -> None:
-        """Makes room for what is not held yet. Blocks."""
+        """Keeps what is held for it from being evicted."""
         self._cache = cache
-        self._states = [FileState(shard.path, shard.identity) for shard in shards]
+        self._states = [FileState(shard.path, shard.identity.state) for shard in shards]
         wanted, complete = cacheable(plan)
         by_state = {self._states[shard]: ranges for shard, ranges in wanted.items()}
-        self._admission: Admission = cache.make_room(by_state, capacity_bytes)
-        self.adds = self._admission.admitted
+        self._admission: Admission = cache.claim(by_state, capacity_bytes)
         self.everything = complete and self._admission.lacking_bytes == 0
-        self.outcome = self._admission.outcome
+
+    @property
+    def adds(self) -> bool:
+        """Whether it may leave what it reads there."""
+        return self._admission.admitted
+
+    @property
+    def outcome(self) -> PolicyOutcome:
+        """The policy, for the report."""
+        return self._admission.outcome
+
+    def make_room(self) -> None:
+        """For what it will read; what was not used for longest goes. Blocks."""
+        self._admission.make_room()
+
+    def leave_nothing(self, why: str) -> None:
+        """Nothing that is read is left there, so nothing has to make room for it."""
+        outcome = self._admission.outcome
+        if outcome.effective != "on":
+            self._admission.outcome = replace(outcome, reason=f"{outcome.reason}; {why}")
 
     def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:
         """The bytes, if all of them are held."""
@@ -66,7 +85,7 @@ class CachingReader:
         self._ranges = ranges
         self._cached = cached
         self._numbers = {shard.path: number for number, shard in enumerate(shards)}
-        self._keeps = keeps and cached.adds
+        self._keeps = keeps
 
     def read_within(self, where: FileRange, window: Window) -> int:
         shard, start = self._numbers[where.path], where.start
@@ -77,7 +96,7 @@ class CachingReader:
                 np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(segment.memory, np.uint8))
             return 0
         read_bytes = self._ranges.read_within(where, window)
-        if self._keeps:
+        if self._keeps and self._cached.adds:
             kept = allocate_host(window.nbytes).memoryview
             np.copyto(np.frombuffer(kept, np.uint8), np.frombuffer(window.view, np.uint8))
             self._cached.insert(shard, start, kept)

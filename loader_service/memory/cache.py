@@ -8,7 +8,6 @@ once. What is held is read-only by contract. A change in place is looked for at 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from loader_service.memory.fingerprints import fingerprint
 from loader_service.memory.headers import HeaderCache
 from loader_service.memory.held import ByteRanges, HeldRange, HeldRanges
 from loader_service.report import PolicyOutcome
+from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -77,25 +77,27 @@ class _Claim:
 
 
 class Admission:
-    """One load's part in the cache, from `WeightCache.make_room` to `close`. Thread-safe.
+    """One load's part in the cache, from `WeightCache.claim` to `close`. Thread-safe.
 
-    Until then none of the ranges that the load wants is evicted, and room for those that it lacks is reserved.
-    `lacking_bytes` of what it wants were not held. `admitted` is false where there is no room for them: then nothing is
-    added, and what is held is used all the same. `outcome` says which, in figures.
+    Until then none of the ranges that the load wants is evicted, and once it has made room, that for those which it
+    lacks is reserved. `lacking_bytes` of what it wants were not held. `admitted` is false where there is no room for
+    them, or none was made yet: then nothing is added, and what is held is used all the same. `outcome` says which, in
+    figures.
     """
 
     def __init__(
         self,
         outcome: PolicyOutcome,
         *,
-        admitted: bool,
         lacking_bytes: int,
+        make_room: Callable[[], tuple[bool, PolicyOutcome]],
         insert: Callable[[FileState, int, memoryview], int],
         close: Callable[[], None],
     ) -> None:
         self.outcome = outcome
-        self.admitted = admitted
+        self.admitted = False
         self.lacking_bytes = lacking_bytes
+        self._make_room = make_room
         self._insert = insert
         self._close = close
 
@@ -106,6 +108,11 @@ class Admission:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def make_room(self) -> None:
+        """Lets go of what the load's bytes need room of, before any of them is read. Once. Blocks while memory goes
+        back to the system."""
+        self.admitted, self.outcome = self._make_room()
 
     def insert(self, file: FileState, start: int, memory: HostBuffer | memoryview) -> int:
         """Holds `memory`, filled with the file's bytes from `start` on. Returns how many bytes of it are held anew.
@@ -172,13 +179,9 @@ class WeightCache:
             )
         return None
 
-    def make_room(self, wanted: Mapping[FileState, ByteRanges], capacity_bytes: int) -> Admission:
-        """What a load that is about to begin, and wants these ranges, may add. To be closed when the load is over.
-
-        Evicts before anything is added, so that old and new memory do not add up: until what stays and what the load
-        lacks fit `capacity_bytes`. What this load or another open one wants stays. Where that leaves too little room
-        the load is not admitted, and nothing is evicted but what exceeds the capacity by itself. Blocks while memory
-        goes back to the system.
+    def claim(self, wanted: Mapping[FileState, ByteRanges], capacity_bytes: int) -> Admission:
+        """What a load that is about to begin wants. To be closed when the load is over; it adds nothing until it has
+        made room, and what it wants stays.
 
         Raises ConfigError for a capacity below 1: a load whose cache is off does not ask.
         """
@@ -189,6 +192,31 @@ class WeightCache:
         with self._lock:
             self._claims.append(claim)
             lacking_bytes = wanted_bytes - self._overlap_bytes(wanted)
+        effective = "reuse only" if lacking_bytes else "on"
+        return Admission(
+            PolicyOutcome("on", effective, _held_text(wanted_bytes, lacking_bytes)),
+            lacking_bytes=lacking_bytes,
+            make_room=partial(self._make_room, claim),
+            insert=partial(self._insert, claim),
+            close=partial(self._end, claim),
+        )
+
+    def make_room(self, wanted: Mapping[FileState, ByteRanges], capacity_bytes: int) -> Admission:
+        """`claim`, and room for it at once."""
+        admission = self.claim(wanted, capacity_bytes)
+        admission.make_room()
+        return admission
+
+    def _make_room(self, claim: _Claim) -> tuple[bool, PolicyOutcome]:
+        """Evicts before anything is added, so that old and new memory do not add up: until what stays and what the load
+        lacks fit its capacity. What this load or another open one wants stays. Where that leaves too little room the
+        load is not admitted, and nothing is evicted but what exceeds the capacity by itself."""
+        wanted, capacity_bytes = claim.wanted, claim.capacity_bytes
+        wanted_bytes = sum(ranges.nbytes for ranges in wanted.values())
+        with self._lock:
+            if claim not in self._claims:  # the load has ended meanwhile
+                return False, PolicyOutcome("on", "reuse only", "the load has ended")
+            lacking_bytes = wanted_bytes - self._overlap_bytes(wanted)
             stays = self._what_stays()
             stays_bytes = self._reserved_bytes + sum(int(held.sizes[kept].sum()) for held, kept in stays)
             claim.adds = lacking_bytes == 0 or stays_bytes + lacking_bytes <= capacity_bytes
@@ -198,13 +226,7 @@ class WeightCache:
             self._evictions += len(evicted)
         outcome = _outcome(claim, wanted_bytes, lacking_bytes, stays_bytes, evicted_bytes=sum(map(len, evicted)))
         del evicted  # goes back to the system without the lock: 0.01 s a GiB on huge pages, 0.2 on others
-        return Admission(
-            outcome,
-            admitted=claim.adds,
-            lacking_bytes=lacking_bytes,
-            insert=partial(self._insert, claim),
-            close=partial(self._end, claim),
-        )
+        return claim.adds, outcome
 
     def statistics(self) -> CacheStatistics:
         """A consistent look at the cache."""
@@ -334,17 +356,21 @@ def _outcome(
     claim: _Claim, wanted_bytes: int, lacking_bytes: int, stays_bytes: int, *, evicted_bytes: int
 ) -> PolicyOutcome:
     """What making room has come to, for the load's report."""
-    reason = f"{wanted_bytes - lacking_bytes} of {wanted_bytes} bytes were held"
+    reason, lacking = _held_text(wanted_bytes, lacking_bytes), format_size(lacking_bytes)
     if lacking_bytes and claim.adds:
-        reason += f", {lacking_bytes} are added"
+        reason += f", {lacking} are added"
     elif lacking_bytes:
         reason += (
-            f", {lacking_bytes} are not added: with {stays_bytes} that must stay they are more than "
-            f"cache.capacity_bytes, {claim.capacity_bytes}"
+            f", {lacking} are not added: with {format_size(stays_bytes)} that must stay they are more than "
+            f"cache.capacity_bytes, {format_size(claim.capacity_bytes)}"
         )
     if evicted_bytes:
-        reason += f"; {evicted_bytes} of other loads were evicted"
+        reason += f"; {format_size(evicted_bytes)} of other loads were evicted"
     return PolicyOutcome("on", "on" if claim.adds else "reuse only", reason)
+
+
+def _held_text(wanted_bytes: int, lacking_bytes: int) -> str:
+    return f"{format_size(wanted_bytes - lacking_bytes)} of {format_size(wanted_bytes)} were held"
 
 
 def _clipped(held: HeldRange, start: int, stop: int) -> Segment:
@@ -353,40 +379,3 @@ def _clipped(held: HeldRange, start: int, stop: int) -> Segment:
     if (start, stop) == (held.start, held.stop):
         return Segment(start, stop, held.memory)
     return Segment(start, stop, held.memory[start - held.start : stop - held.start])
-
-
-class _OfProcess:
-    """This process's cache, made at its first use."""
-
-    lock = threading.Lock()
-    cache: WeightCache | None = None
-    watches_forks = False
-
-    @classmethod
-    def get(cls) -> WeightCache:
-        with cls.lock:
-            if cls.cache is None:
-                if not cls.watches_forks:
-                    os.register_at_fork(after_in_child=cls.forget)
-                    cls.watches_forks = True
-                cls.cache = WeightCache()
-            return cls.cache
-
-    @classmethod
-    def forget(cls) -> None:
-        """In a forked child: what it keeps would stay in memory after the parent has let go of it, and another thread
-        of the parent may have held the locks."""
-        cls.lock, cls.cache = threading.Lock(), None
-
-
-def weight_cache() -> WeightCache:
-    """The cache of this process. A forked child has one of its own, empty at first."""
-    return _OfProcess.get()
-
-
-def clear_weight_cache() -> None:
-    """Empties the raw weight cache of this process: memory that no tensor refers to goes back to the system.
-
-    Open loads and tensors that were handed over are not affected. Blocks, up to 0.2 s a GiB.
-    """
-    weight_cache().clear()

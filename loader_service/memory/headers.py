@@ -14,7 +14,7 @@ HEADERS_BYTES: Final = 128 << 20
 class HeaderCache:
     """Whole headers and indexes by path, one state of a file each, least recently used out first. Thread-safe.
 
-    Whoever asks has looked at the file (its identity now), and opens it only where the answer is None.
+    Whoever asks has looked at the file (its state now), and opens it only where the answer is None.
     """
 
     def __init__(self, capacity_bytes: int = HEADERS_BYTES) -> None:
@@ -30,16 +30,16 @@ class HeaderCache:
     def kept_bytes(self) -> int:
         return self._kept_bytes
 
-    def get(self, path: str, identity: Hashable) -> bytes | None:
+    def get(self, path: str, state: Hashable) -> bytes | None:
         """What was kept of the file in this very state."""
         with self._lock:
             found = self._kept.get(path)
-            if found is None or found[0] != identity:
+            if found is None or found[0] != state:
                 return None
             self._kept.move_to_end(path)
             return found[1]
 
-    def keep(self, path: str, identity: Hashable, raw: bytes) -> None:
+    def keep(self, path: str, state: Hashable, raw: bytes) -> None:
         """Keeps what was read of a file that was in this state before the reading, instead of any other state's."""
         with self._lock:
             self._drop(path)
@@ -47,7 +47,7 @@ class HeaderCache:
                 return
             while self._kept_bytes + len(raw) > self._capacity_bytes:
                 self._drop(next(iter(self._kept)))
-            self._kept[path] = (identity, raw)
+            self._kept[path] = (state, raw)
             self._kept_bytes += len(raw)
 
     def clear(self) -> None:

@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from loader_service.checkpoint.slices import joined, slices_of
+
 NO_MATCH: Final = -1
 """In place of a number: the pattern does not occur in the name."""
 NO_NUMBER: Final = -2
@@ -24,12 +26,24 @@ def captured_numbers(index: str, names: Sequence[str]) -> npt.NDArray[np.int64]:
 
     NO_MATCH or NO_NUMBER where there is none.
     """
-    texts = _texts_at_once(index, names) if _WITHIN_A_LINE.fullmatch(index) else None
-    if texts is None:
-        search = re.compile(index).search
-        texts = [None if (found := search(name)) is None else found.group(1) or "" for name in names]
-    numbers = {text: _number(text) for text in set(texts)}
-    return np.fromiter(map(numbers.__getitem__, texts), dtype=np.int64, count=len(texts))
+    numbers = _Numbers()
+    within_a_line = _WITHIN_A_LINE.fullmatch(index) is not None
+    search = re.compile(index).search
+    columns: list[npt.NDArray[np.int64]] = []
+    for some in slices_of(names):
+        texts = _texts_at_once(index, some) if within_a_line else None
+        if texts is None:
+            texts = [None if (found := search(name)) is None else found.group(1) or "" for name in some]
+        columns.append(np.fromiter(map(numbers.__getitem__, texts), dtype=np.int64, count=len(texts)))
+    return joined(columns, np.int64)
+
+
+class _Numbers(dict[str | None, int]):
+    """The number of each text, worked out once."""
+
+    def __missing__(self, text: str | None) -> int:
+        self[text] = number = _number(text)
+        return number
 
 
 def _texts_at_once(index: str, names: Sequence[str]) -> list[str | None] | None:

@@ -16,6 +16,8 @@ from operator import contains, eq
 import numpy as np
 import numpy.typing as npt
 
+from loader_service.checkpoint.slices import AT_ONCE, joined, slices_of
+
 _SPECIAL = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]")
 
 
@@ -40,6 +42,12 @@ class Glob:
 
     def positions(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         """The places in `names` of those that match, ascending."""
+        if len(names) <= AT_ONCE:
+            return self._positions(names)
+        found = [self._positions(some) + i * AT_ONCE for i, some in enumerate(slices_of(names))]
+        return joined(found, np.int64)
+
+    def _positions(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         if self.exact:
             return _where(bytes(map(eq, names, repeat(self.prefix))))
         found: npt.NDArray[np.int64] | None = None

@@ -82,6 +82,10 @@ class LoadPlan:
 
     def _make(self, rank: int) -> RankPlan:
         self.mesh.coordinates(rank)
+        places = self.decisions.places(self.mesh, rank)
+        for other in tuple(self._ranks.values()):
+            if self.decisions.places(self.mesh, other.rank) == places:
+                return replace(other, rank=rank)  # the same columns: a node of 8 ranks that take everything makes one
         ids, group = self.tensor_ids, self.tensor_group
         if self.decisions.terms:
             taken = np.flatnonzero(self.decisions.taken_by(self.mesh, rank))

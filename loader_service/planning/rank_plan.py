@@ -177,7 +177,7 @@ class RankPlan:
         hasher = hashlib.sha256(f"rank plan {self.load_digest} {self.rank}".encode())
         for column in columns:
             hasher.update(len(column).to_bytes(8, "little"))
-            hasher.update(column.astype("<i8").tobytes())
+            hasher.update(np.ascontiguousarray(column, dtype="<i8").data)
         return hasher.hexdigest()
 
     def name(self, i: int) -> str:

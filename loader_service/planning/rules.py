@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.refusal import shown
+from loader_service.checkpoint.slices import picked
 from loader_service.config.schema import AssignRule, Rule, SplitRule
 from loader_service.errors import ConfigError
 from loader_service.planning.captured import NO_MATCH, captured_numbers
@@ -72,9 +73,13 @@ class Decisions:
     tables: dict[int, Table]
     warnings: tuple[str, ...]
 
+    def places(self, mesh: Mesh, rank: int) -> list[int]:
+        """Where the rank stands along each term's axis. Ranks with equal ones take the same of everything."""
+        return [mesh.coord_along(rank, term.axes)[0] for term in self.terms]
+
     def taken_by(self, mesh: Mesh, rank: int) -> npt.NDArray[np.bool_]:
         """For each tensor, whether every assign that applies to it picks the rank."""
-        places = [mesh.coord_along(rank, term.axes)[0] for term in self.terms]
+        places = self.places(mesh, rank)
         allowed = [term.takers is None or place in term.takers for term, place in zip(self.terms, places, strict=True)]
         picks = [all(allowed[i] for i in applied) for applied in self.signatures]
         taken = np.array(picks, dtype=np.bool_)[self.signature]
@@ -130,7 +135,7 @@ class _Names:
     def __init__(self, everywhere: Sequence[str], ids: Int64s) -> None:
         self._everywhere = everywhere
         self._ids = ids
-        self._selection = everywhere if len(ids) == len(everywhere) else [everywhere[i] for i in ids.tolist()]
+        self._selection = everywhere if len(ids) == len(everywhere) else picked(everywhere, ids)
         self._matched: dict[str, Int64s] = {}
         self._numbers: dict[tuple[str, str], tuple[Int64s, Int64s]] = {}
 
@@ -148,14 +153,14 @@ class _Names:
         return self._selection is not self._everywhere and len(compile_glob(pattern).positions(self._everywhere)) > 0
 
     def numbers(self, index: str, tensors: Int64s) -> Int64s:
-        return captured_numbers(index, [self._selection[t] for t in tensors.tolist()])
+        return captured_numbers(index, picked(self._selection, tensors))
 
     def numbers_everywhere(self, pattern: str, index: str) -> tuple[Int64s, Int64s]:
         """(catalog ids, their numbers) of all names of the checkpoint that match."""
         if (pattern, index) not in self._numbers:
             whole = self._selection is self._everywhere
             ids = self.matched(pattern) if whole else compile_glob(pattern).positions(self._everywhere)
-            numbers = captured_numbers(index, [self._everywhere[i] for i in ids.tolist()])
+            numbers = captured_numbers(index, picked(self._everywhere, ids))
             self._numbers[pattern, index] = ids, numbers
         return self._numbers[pattern, index]
 

@@ -5,17 +5,19 @@ Pure. As `units`, but bytes that the node shares are not read by the rank: they 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from loader_service.checkpoint.slices import AT_ONCE
 from loader_service.planning.boxes import views_within
 from loader_service.planning.fragments import PartGeometry, SubRange, subdivide
 from loader_service.planning.images import BLOCK_BYTES
 from loader_service.planning.plan import RankPlan
-from loader_service.planning.sharing import PRIVATE, NodeBlocks, portions
+from loader_service.planning.sharing import PRIVATE, NodeBlocks, Portions, portions
 from loader_service.planning.units import Placed, SlotBuilder, SlotLayout, empty_place, extents_of_fragments
 
 _SMALL_PART = 16  # of a range: whole rows are cut where a row is smaller
@@ -59,23 +61,38 @@ class SharedRanges:
 
 def shared_slot_units(plan: RankPlan, blocks: NodeBlocks, *, slot_bytes: int, max_pieces: int) -> Iterator[SlotLayout]:
     """As `slot_units`: what the node shares is in layouts with a block, which fills them; the rest as ever."""
-    found = portions(plan, blocks)
-    first = np.searchsorted(found.fragment, np.arange(len(plan.fragment_start) + 1)).tolist()
-    columns = [column.tolist() for column in (found.start, found.stop, found.block, found.offset)]
-    bounds = np.searchsorted(plan.fragment_tensor, np.arange(len(plan) + 1)).tolist()
-    extents = extents_of_fragments(plan).tolist()
     slots = _Slots(plan, slot_bytes, max_pieces)
-    for tensor in range(len(plan)):
-        if bounds[tensor] == bounds[tensor + 1]:
+    for tensor, fragment, extent, stretch in _stretches(plan, portions(plan, blocks)):
+        if stretch is None:
             slots.layout.placed.append(empty_place(plan, tensor))
-        for fragment in range(bounds[tensor], bounds[tensor + 1]):
-            for portion in range(first[fragment], first[fragment + 1]):
-                stretch = Stretch(*(column[portion] for column in columns))
-                if stretch.block == PRIVATE:
-                    yield from slots.add_private(fragment, extents[fragment], stretch)
-                else:
-                    yield from slots.add_shared(fragment, stretch)
+        elif stretch.block == PRIVATE:
+            yield from slots.add_private(fragment, extent, stretch)
+        else:
+            yield from slots.add_shared(fragment, stretch)
     yield from slots.finish()
+
+
+def _stretches(plan: RankPlan, found: Portions) -> Iterator[tuple[int, int, int, Stretch | None]]:
+    """(tensor, fragment, extent, stretch) of every portion, in plan order; a zero-size tensor has no stretch.
+
+    As lists, an element of an array costs three times as much; in slices, so that no list takes long to make.
+    """
+    bounds = np.searchsorted(plan.fragment_tensor, np.arange(len(plan) + 1))
+    first = np.searchsorted(found.fragment, np.arange(len(plan.fragment_start) + 1))
+    extents = extents_of_fragments(plan)
+    for at in range(0, len(plan), AT_ONCE):
+        fragments = bounds[at : at + AT_ONCE + 1].tolist()
+        own = slice(fragments[0], fragments[-1] + 1)
+        portion, extent = first[own].tolist(), extents[own].tolist()
+        within = slice(portion[0], portion[-1])
+        columns = (column[within].tolist() for column in (found.start, found.stop, found.block, found.offset))
+        stretches = list(map(Stretch, *columns))
+        for tensor, (begin, end) in enumerate(itertools.pairwise(fragments), at):
+            if begin == end:
+                yield tensor, -1, -1, None
+            for i in range(begin - own.start, end - own.start):
+                for stretch in stretches[portion[i] - within.start : portion[i + 1] - within.start]:
+                    yield tensor, own.start + i, extent[i], stretch
 
 
 def cut_within(plan: RankPlan, fragment: int, start: int, stop: int, most_bytes: int) -> Iterator[SubRange]:

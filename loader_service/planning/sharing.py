@@ -83,7 +83,7 @@ class NodeBlocks:
         columns = (self.range_shard, self.range_start, self.range_stop, self.range_offset, self.first_range, self.owner)
         for column in (*columns, self.wants.view(np.int64)):
             hasher.update(len(column).to_bytes(8, "little"))
-            hasher.update(column.astype("<i8").tobytes())
+            hasher.update(np.ascontiguousarray(column, dtype="<i8").data)
         return hasher.hexdigest()
 
 

@@ -122,7 +122,7 @@ def _direct_flag() -> int:
 
 
 def _identity(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _describe(entry: os.DirEntry[str]) -> DirectoryEntry:

@@ -8,7 +8,7 @@ an errno: what a failure means is decided once, in `positioned.py` and in the di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 NOT_REGULAR: Final = "not a regular file"  # the text of the OSError (EINVAL) with which a storage refuses to open one
@@ -16,12 +16,23 @@ NOT_REGULAR: Final = "not a regular file"  # the text of the OSError (EINVAL) wi
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells one state of a file from another: equal identities mean that the file was not changed in between."""
+    """What tells one state of a file from another: equal identities mean that the file was not changed in between.
+
+    Within one reading, that is: who writes to a file can restore its modification time, and a new one may get the inode
+    of one that was removed. `change_ns` (ctime), which also a new link or name changes, is not compared; it is a part
+    of `state`, for what is kept from one reading to another.
+    """
 
     device: int
     inode: int
     size_bytes: int
     mtime_ns: int
+    change_ns: int = field(default=0, compare=False)
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Equal only if nothing at all has happened to the file in between."""
+        return (self.device, self.inode, self.size_bytes, self.mtime_ns, self.change_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,23 @@ spreads. What holds is `invariants.check`."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loader_service.agreed import catalog_record, config_record, plan_record
 from loader_service.agreement.messages import PHASES, Phase, PhaseRecord
 from loader_service.agreement.protocol import Collected, Incoming, LogEntry, Statuses
+from loader_service.config.yaml_file import config_from_dict
+from loader_service.planning.mesh import Mesh
+from loader_service.planning.plan import make_plan
 from tests.agreement.cases import ANYTIME, BEFORE_ONLY, MATRIX_LIMITS, NOTICE_S, WATCHDOG_S, WEATHER, WITNESSES
 from tests.agreement.invariants import check
 from tests.agreement.simulation import LIMITS, SimulatedRank, World
+from tests.checkpoint.building import catalog_of
 
 FAULTS = {
     name: fault
@@ -104,7 +110,11 @@ def load(world_size: int) -> tuple[World, list[Heard]]:
         raise AssertionError("a body travels only where digests differ")
 
     record = PhaseRecord("d" * 64, counted={"node": "0123456789abcdef", "loader": "1.2.3"}, body=body)
-    world = World(world_size, act=lambda rank, phase, attempt: record)
+    return run_with(world_size, dict.fromkeys(PHASES, record))
+
+
+def run_with(world_size: int, records: Mapping[Phase, PhaseRecord]) -> tuple[World, list[Heard]]:
+    world = World(world_size, act=lambda rank, phase, attempt: records[phase])
     heard = [Heard() for _ in world.ranks]
     for rank, counts in zip(world.ranks, heard, strict=True):
         rank.listeners.append(counts.count)
@@ -127,6 +137,31 @@ def test_a_member_sends_and_reads_the_same_with_any_number_of_ranks_and_tensors(
     assert len(set(sent.values())) == 1, f"bytes that a member sends: {sent}"
     read = {size: heard[1].log_bytes for size, (_, heard) in loads.items()}
     assert max(read.values()) - min(read.values()) < 100, f"bytes that a member reads, but for digits of counts: {read}"
+
+
+def real_records(tensors: int, world_size: int) -> dict[Phase, PhaseRecord]:
+    """Those of a load of so many tensors in two shards, cut over all ranks."""
+    names = [f"model.layers.{i % 7}.mlp.experts.{i}.weight" for i in range(tensors)]
+    catalog = catalog_of({"a.safetensors": names[::2], "b.safetensors": names[1::2]})
+    rule = {"match": "*.experts.*", "assign": {"axis": "ep", "index": r"experts\.(\d+)\.", "how": "round_robin"}}
+    loads = {"checkpoint": {"path": "/c"}, "mesh": {"ep": world_size}, "loads": {"all": {"rules": [rule]}}}
+    config = config_from_dict(loads)
+    mesh = Mesh.row_major(config.mesh, world_size)
+    plan = make_plan(catalog, "all", config.loads["all"], mesh, coalesce_gap_bytes=0)
+    return dict.fromkeys(PHASES, PhaseRecord()) | {
+        Phase.CONFIG: config_record(config, "all", node="a node", world_size=world_size, coords=None),
+        Phase.CATALOG: catalog_record(catalog),
+        Phase.PLAN: plan_record(plan),
+    }
+
+
+def test_the_bytes_of_real_records_are_the_same_with_any_number_of_tensors() -> None:
+    found = {}
+    for tensors in (20, 200, 20_000):
+        world, heard = run_with(8, real_records(tensors, 8))
+        assert all(len(rank.log) == len(PHASES) for rank in world.ranks)
+        found[tensors] = (list(world.board.sent_bytes), [counts.log_bytes for counts in heard])
+    assert found[20] == found[200] == found[20_000]
 
 
 def test_the_leader_reads_one_record_of_each_rank_a_phase_and_writes_one_verdict() -> None:

@@ -30,5 +30,6 @@ def catalog_of(
     shards: Mapping[str, Sequence[str]], weight_map: Mapping[str, str] | None = None, folder: str = "/checkpoint"
 ) -> Catalog:
     """A catalog of shards by name, each with the tensors named; `weight_map` None: no index."""
-    index = None if weight_map is None else IndexFile(f"{folder}/model.safetensors.index.json", weight_map)
+    path = f"{folder}/model.safetensors.index.json"
+    index = None if weight_map is None else IndexFile(path, weight_map, frozenset(weight_map.values()))
     return build_catalog([shard_with_header(name, bytes_of(names), folder) for name, names in shards.items()], index)

@@ -30,6 +30,10 @@ def test_an_index_that_agrees_with_the_headers_says_nothing() -> None:
     assert catalog_of(shards).notes == ()
 
 
+def test_an_index_that_only_names_more_than_the_headers_hold_says_so() -> None:
+    assert "names 1 tensor ('z'), which no shard holds" in notes({A: ["x"], B: ["y"]}, {"x": A, "y": B, "z": B})
+
+
 def test_a_second_weight_set_that_the_index_does_not_list_is_left_out_and_reported() -> None:
     shards = {A: ["x"], B: ["y"], C: ["x", "y"]}
     weight_map = {"x": A, "y": B}
@@ -140,7 +144,7 @@ def test_copies_that_nothing_decides_between_are_refused_with_the_files(
 
 
 def test_ignoring_the_index_is_as_if_there_were_none() -> None:
-    index = IndexFile("/i", {"x": A})
+    index = IndexFile("/i", {"x": A}, frozenset({A}))
     pairs = [shard_with_header(A, bytes_of(["x"])), shard_with_header(C, bytes_of(["x"]))]
     assert build_catalog(pairs, index, "advisory").names == ["x"]
     with pytest.raises(CheckpointError, match="no index"):

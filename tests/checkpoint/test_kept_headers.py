@@ -101,7 +101,7 @@ def test_a_header_that_is_refused_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="weight_map"):
             read(tmp_path, kept)
     index = f"{tmp_path}/model.safetensors.index.json"
-    assert kept.get(index, LocalStorage().identify(index)) is None
+    assert kept.get(index, LocalStorage().identify(index).state) is None
 
 
 def test_a_file_that_cannot_be_looked_at_is_opened_and_says_why(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import loader_service as ls
 from loader_service.config.schema import ServiceConfig
-from loader_service.memory.cache import clear_weight_cache, weight_cache
+from loader_service.memory.process_cache import clear_weight_cache, weight_cache
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.local import LocalStorage
 from tests.e2e.seats import Seat, all_of, make_seats, values
@@ -139,6 +139,59 @@ async def test_a_file_that_was_replaced_is_read_anew(checkpoint: Checkpoint) -> 
     assert draft.files_read == ("b.safetensors",)
 
 
+@pytest.mark.parametrize("anew", [True, False], ids=["another file", "in place"])
+async def test_a_file_that_looks_as_before_but_for_the_time_of_its_change_is_read_anew(
+    checkpoint: Checkpoint, anew: bool
+) -> None:
+    """The same size, a restored modification time, often the same inode: as archives and `rsync -t` leave them."""
+    config = config_of(checkpoint)
+    path = checkpoint.folder / "b.safetensors"
+    os.utime(path, ns=(10**18, 10**18))
+    async with ls.LoaderService(config, "solo") as service, service.open("draft") as load:
+        before = {name: tensor.clone() async for name, tensor in load}
+    content = path.read_bytes()
+    if anew:
+        path.unlink()
+    path.write_bytes(content[:-400_000] + bytes(255 - byte for byte in content[-400_000:]))
+    os.utime(path, ns=(10**18, 10**18))
+    async with ls.LoaderService(config, "solo") as service, service.open("draft") as load:
+        after = {name: tensor async for name, tensor in load}
+    assert load.report.read_bytes > 0
+    assert not torch.equal(raw(before["mtp.0.unaligned"]), raw(after["mtp.0.unaligned"]))
+
+
+async def collect(load: ls.Load) -> list[str]:
+    return [name async for name, _ in load]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("form", ["batches", "into"])
+async def test_what_leaves_nothing_drives_nothing_out(checkpoint: Checkpoint, tmp_path: Path, form: str) -> None:
+    """What these forms take from memory that the node shares is not kept."""
+    other = write_checkpoint(tmp_path / "other", {"x.safetensors": {"x": ("F32", (MIB,))}})
+    capacity = max(checkpoint.payload_bytes, other.payload_bytes) + MIB
+    await run(config_of(checkpoint, capacity=capacity), checkpoint, "target", "owned")
+    held_bytes = weight_cache().statistics().held_bytes
+    reads = {"chunk_bytes": "64KiB", "sharing": "staging"}
+    config = other.config(reads=reads, staging=STAGING, cache={"capacity_bytes": capacity})
+    wanted = {"x": other.tensor("x")}
+
+    async def work(seat: Seat) -> ls.LoadReport:
+        async with seat.service(config) as service, service.open("target") as load:
+            check(await take(load, form, wanted), wanted)
+        return load.report
+
+    for report in values(await all_of(make_seats(2), work)):
+        assert report.policies["sharing"].effective == "staging"
+        assert report.policies["cache"].effective == "reuse only"
+        assert "is not kept" in report.policies["cache"].reason
+    statistics = weight_cache().statistics()
+    assert (statistics.held_bytes, statistics.evictions, statistics.reserved_bytes) == (held_bytes, 0, 0)
+
+
 async def test_what_was_used_last_long_ago_goes_before_the_new_load_is_read(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -146,10 +199,14 @@ async def test_what_was_used_last_long_ago_goes_before_the_new_load_is_read(
     capacity = checkpoint.payload_bytes + MIB
     await run(config_of(checkpoint, capacity=capacity), checkpoint, "target", "owned")
     config = other.config(cache={"capacity_bytes": capacity})
-    async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
-        assert weight_cache().statistics().held_bytes <= capacity - 4 * MIB
-        async for _ in load:
-            pass
+    storage = FakeStorage(LocalStorage())
+    async with ls.LoaderService(config, "solo", storage=storage) as service, service.open("target") as load:
+        gate = storage.block("*x.safetensors")
+        taking = asyncio.ensure_future(collect(load))
+        await asyncio.to_thread(gate.reached.wait)
+        assert weight_cache().statistics().held_bytes <= capacity - 4 * MIB, "before anything is read"
+        gate.release()
+        assert await taking == ["x"]
     assert weight_cache().statistics().held_bytes <= capacity
 
 

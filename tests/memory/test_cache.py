@@ -17,10 +17,12 @@ import pytest
 
 from loader_service.errors import ConfigError
 from loader_service.memory import cache as cache_module
+from loader_service.memory import process_cache
 from loader_service.memory.allocators import allocate_host
-from loader_service.memory.cache import Admission, FileState, WeightCache, clear_weight_cache, weight_cache
+from loader_service.memory.cache import Admission, FileState, WeightCache
 from loader_service.memory.fingerprints import fingerprint
 from loader_service.memory.held import ByteRanges
+from loader_service.memory.process_cache import clear_weight_cache, weight_cache
 from loader_service.reading.reader import FileIdentity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,7 +148,7 @@ class TestRoom:
         assert admission.outcome.as_dict() == {
             "requested": "on",
             "effective": "on",
-            "reason": "0 of 40 bytes were held, 40 are added; 30 of other loads were evicted",
+            "reason": "0 bytes of 40 bytes were held, 40 bytes are added; 30 bytes of other loads were evicted",
         }
 
     def test_no_more_is_evicted_than_is_needed(self) -> None:
@@ -170,7 +172,7 @@ class TestRoom:
         cache = WeightCache()
         load(cache, 100, (FILE, 0, 50), (FILE, 50, 100))
         again = load(cache, 100, (FILE, 0, 100))
-        assert again.outcome.reason == "100 of 100 bytes were held"
+        assert again.outcome.reason == "100 bytes of 100 bytes were held"
         assert (cache.statistics().entries, cache.statistics().evictions) == (2, 0)
 
     @pytest.mark.parametrize(("wanted", "admitted"), [(100, True), (101, False)])
@@ -185,8 +187,8 @@ class TestRoom:
             assert admission.outcome.as_dict() == {
                 "requested": "on",
                 "effective": "reuse only",
-                "reason": "0 of 101 bytes were held, 101 are not added: with 0 that must stay they are more than "
-                "cache.capacity_bytes, 100",
+                "reason": "0 bytes of 101 bytes were held, 101 bytes are not added: with 0 bytes that must "
+                "stay they are more than cache.capacity_bytes, 100 bytes",
             }
             assert cache.statistics().reserved_bytes == 0
 
@@ -198,7 +200,7 @@ class TestRoom:
         load(cache, 100, (OTHER, 0, 40))
         with cache.make_room(wanting((FILE, 50, 101)), 100) as admission:
             assert not admission.admitted
-            assert "with 60 that must stay" in admission.outcome.reason
+            assert "with 60 bytes that must stay" in admission.outcome.reason
             assert holds(cache, OTHER, 0, 40)
 
     def test_a_lower_capacity_brings_down_what_is_held(self) -> None:
@@ -218,7 +220,7 @@ class TestRoom:
         load(cache, 100, (FILE, 0, 50), (FILE, 50, 100))
         admission = load(cache, 10, (FILE, 0, 50))
         assert admission.outcome.effective == "on"
-        assert admission.outcome.reason == "50 of 50 bytes were held; 50 of other loads were evicted"
+        assert admission.outcome.reason == "50 bytes of 50 bytes were held; 50 bytes of other loads were evicted"
         assert holds(cache, FILE, 0, 50)
 
     @pytest.mark.parametrize("capacity_bytes", [0, -1])
@@ -235,7 +237,7 @@ class TestOpenLoads:
         first = cache.make_room(wanting((FILE, 0, 60)), 100)
         second = cache.make_room(wanting((OTHER, 0, 50)), 100)
         assert not second.admitted
-        assert "with 60 that must stay" in second.outcome.reason
+        assert "with 60 bytes that must stay" in second.outcome.reason
         fill(first, FILE, 0, 20)
         first.close()
         first.close()
@@ -411,7 +413,7 @@ def test_many_threads_load_at_once_within_the_capacity_and_get_the_right_bytes()
 
 
 def test_threads_that_ask_at_once_share_one_cache_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module._OfProcess, "cache", None)
+    monkeypatch.setattr(process_cache._OfProcess, "cache", None)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: weight_cache(), range(16)))
     assert all(each is found[0] for each in found)
@@ -422,8 +424,9 @@ def test_threads_that_ask_at_once_share_one_cache_of_the_process(monkeypatch: py
 
 FORK = """
 import os, threading, weakref
-from loader_service.memory import cache as module
-from loader_service.memory.cache import FileState, weight_cache
+from loader_service.memory import process_cache as module
+from loader_service.memory.cache import FileState
+from loader_service.memory.process_cache import weight_cache
 from loader_service.memory.held import ByteRanges
 
 mine, file = weight_cache(), FileState("/m/a", 1)

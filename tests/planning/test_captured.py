@@ -48,3 +48,13 @@ def test_one_search_over_all_names_finds_what_single_searches_find(index: str, n
     singly = [re.search(index, name) for name in names]
     expected = [NO_MATCH if found is None else int(found.group(1)) for found in singly]
     assert captured_numbers(index, names).tolist() == expected
+
+
+@pytest.mark.parametrize("index", [r"x\.(\d+)\.", r"x\.(\d+|[a-z])\."])
+def test_many_names_give_the_same_numbers_as_each_alone(index: str) -> None:
+    names = [f"x.{i}.w" for i in range(9_000)]
+    names[5_000] = "y"
+    names[6_000] = "x.q.w"
+    found = captured_numbers(index, names).tolist()
+    assert found == [int(captured_numbers(index, [name])[0]) for name in names]
+    assert found[4_999:5_002] == [4_999, NO_MATCH, 5_001]

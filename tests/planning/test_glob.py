@@ -53,3 +53,11 @@ texts = st.text(alphabet="ab.*?[]!-\n", max_size=8)
 def test_agrees_with_the_standard_library_on_any_text(pattern: str, names: list[str]) -> None:
     expected = [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
     assert compile_glob(pattern).positions(names).tolist() == expected
+
+
+@pytest.mark.parametrize("pattern", ["*", "a.*", "*.8", "*.1*.w", "a.?7*", "a.4097.w"])
+def test_many_names_are_looked_through_like_few(pattern: str) -> None:
+    names = [f"{'ab'[i % 2]}.{i}{'.w' * (i % 3 == 0)}" for i in range(9_000)] + ["a.4097.w"]
+    found = compile_glob(pattern).positions(names).tolist()
+    assert found == [i for i, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)]
+    assert found

@@ -111,6 +111,18 @@ def test_parts_of_any_rank_are_made_again_after_many_others() -> None:
     assert plan.for_rank(0).digest == digests[0] == first.digest
 
 
+def test_ranks_in_one_place_share_columns_but_no_digest() -> None:
+    plan = plan_of(two_shards(), LOAD, {"dp": 2, **MESH})
+    world = plan.world_size // 2
+    first, last = plan.for_rank(1), plan.for_rank(world + 1)
+    assert (first.rank, last.rank) == (1, world + 1)
+    assert first.fragments is last.fragments
+    assert first.streamed.digest != last.streamed.digest
+    alone = plan_of(two_shards(), LOAD, {"dp": 2, **MESH}).for_rank(world + 1)
+    assert last.digest == alone.digest
+    assert plan.for_rank(0).fragments is not first.fragments, "another place along an axis that a rule names"
+
+
 def test_nothing_is_computed_for_ranks_that_are_not_asked_about() -> None:
     load = {
         "rules": [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loader_service.planning import shared_units
 from loader_service.planning.images import BLOCK_BYTES
 from loader_service.planning.rank_plan import RankPlan
 from loader_service.planning.shared_units import SharedRanges, Stretch, shared_slot_units
@@ -18,12 +20,15 @@ from tests.planning.test_sharing import PAGE, Node, nodes, slot_filled_in_pages
 
 
 @settings(max_examples=80)
-@given(nodes(), st.sampled_from([100, PAGE, 64 << 10]), st.sampled_from([1, 3, 256]))
-def test_every_rank_gets_its_part_from_slots_of_both_kinds(node: Node, slot_bytes: int, max_pieces: int) -> None:
+@given(nodes(), st.sampled_from([100, PAGE, 64 << 10]), st.sampled_from([1, 3, 256]), st.sampled_from([1, 2, 4096]))
+def test_every_rank_gets_its_part_from_slots_of_both_kinds(
+    node: Node, slot_bytes: int, max_pieces: int, at_once: int
+) -> None:
     blocks = node.blocks()
     shared_slots = [slot_filled_in_pages(node, blocks, block) for block in range(len(blocks))]
     for plan in node.plans:
-        layouts = list(shared_slot_units(plan, blocks, slot_bytes=slot_bytes, max_pieces=max_pieces))
+        with mock.patch.object(shared_units, "AT_ONCE", at_once):
+            layouts = list(shared_slot_units(plan, blocks, slot_bytes=slot_bytes, max_pieces=max_pieces))
         check_order(plan, layouts, max_pieces)
         check_content(node, plan, layouts, shared_slots, slot_bytes)
 
