@@ -12,6 +12,7 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from errno import EMFILE, ENFILE
 from typing import ClassVar, TypeVar, cast
 
 T = TypeVar("T")
@@ -19,6 +20,12 @@ T = TypeVar("T")
 _MAY_WAIT = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 MAX_TEXT_CHARS = 64 << 10  # of what an exception says; what travels to other ranks is cut further
+
+OUT_OF_FILES = {
+    EMFILE: "raise the limit of open files (ulimit -n)",
+    ENFILE: "the whole machine is out of file handles (fs.file-max)",
+}
+"""What to do where the system opens nothing more, by errno."""
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -243,7 +250,10 @@ def record_of(error: BaseException, *, rank: int | None = None, phase: str | Non
             _number_at(own, "errno"),
         )
     if issubclass(type(error), OSError):
-        return FailureRecord(name, said, rank, phase, _text_at(error, "filename"), None, _number_at(error, "errno"))
+        code = _number_at(error, "errno")
+        if code in OUT_OF_FILES:
+            said = _plain(f"{said}: {OUT_OF_FILES[code]}")
+        return FailureRecord(name, said, rank, phase, _text_at(error, "filename"), None, code)
     return FailureRecord(name, said, rank, phase)
 
 

@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loader_service.agreement.messages import JSON
-from loader_service.agreement.node import MEET_WAIT_S, Card, Door, memory_device
+from loader_service.agreement.node import MEET_WAIT_S, Card, Door, memory_device, own_process
 from loader_service.agreement.node_connect import connect
 from loader_service.agreement.node_mesh import Mesh
 from loader_service.agreement.session import Session
 from loader_service.engine import Engine
+from loader_service.errors import LoaderError
 
 log = logging.getLogger("loader_service.load")
 
@@ -29,7 +30,9 @@ class Neighbours:
     From then on `mesh` carries messages between them, and a rank whose process ends is named to all ranks at once.
     """
 
-    def __init__(self, engine: Engine, session: Session) -> None:
+    def __init__(self, engine: Engine, session: Session, on_failure: Callable[[LoaderError], None]) -> None:
+        """`on_failure` gets what goes wrong here with a message of another rank."""
+        self._on_failure = on_failure
         self._engine = engine
         self._session = session
         self._door: Door | None = None
@@ -57,7 +60,7 @@ class Neighbours:
         cards = [Card.from_json(rank, each.get("card")) for rank, each in enumerate(facts)]
         await self._engine.in_thread(lambda: self._connect(cards), what="meeting the other ranks of this node")
         if self.mesh is not None:
-            self.mesh.start(self._session.saw_die)
+            self.mesh.start(self._session.saw_die, self._on_failure)
 
     def stop(self) -> None:
         """Ends the waiting for others, from any thread: the ranks' verdict has come."""
@@ -76,7 +79,7 @@ class Neighbours:
     # What threads make is kept here by themselves, and so is closed: nobody may wait for them any more.
 
     def _open_door(self) -> None:
-        self._door = Door(self._engine.group.rank, self._engine.node, memory_device())
+        self._door = Door(self._engine.group.rank, self._engine.node, memory_device(), own_process())
 
     def _connect(self, cards: Sequence[Card]) -> None:
         assert self._door is not None

@@ -23,6 +23,7 @@ from loader_service.memory.admission import Supply
 from loader_service.memory.allocators import HostBuffer
 from loader_service.memory.loans import Reservation
 from loader_service.memory.pinning import PinPolicy
+from loader_service.memory.shared import refusal_of_shared
 from loader_service.neighbours import Neighbours
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.sharing import MOST_RANKS, NodeBlocks, node_blocks
@@ -85,11 +86,15 @@ class NodeSharing:
             return None
         slot_bytes = engine.pool.slot_bytes
         slots = max(1, min(SLOTS, engine.pool.capacity_bytes // (2 * slot_bytes)))
-        looked_up = await engine.in_thread(lambda: (engine.memory_rooms(), self._files()), what="looking at this node")
-        rooms, files = looked_up
-        supply = Supply(engine.group.rank, engine.node, rooms, engine.config.memory.reserve_bytes)
-        told = NodeFacts(engine.group.rank, self._others.connected, files, slot_bytes, slots, self._held, supply)
-        return told.as_json()
+        connected, rank = self._others.connected, engine.group.rank
+        shared_bytes = slots * slot_bytes * (1 + len(connected))  # about what the lowest rank makes
+
+        def look() -> NodeFacts:
+            refused = refusal_of_shared(shared_bytes) if connected else None
+            supply = Supply(rank, engine.node, engine.memory_rooms(), engine.config.memory.reserve_bytes)
+            return NodeFacts(rank, connected, self._files(), slot_bytes, slots, self._held, supply, refused)
+
+        return (await engine.in_thread(look, what="looking at this node")).as_json()
 
     def _files(self) -> str:
         """Which files this rank sees, as far as the page cache is concerned."""
@@ -193,15 +198,18 @@ class NodeSharing:
         slots = [each.slots for each in self._node]
         await self._reserve(resources, slots[self._place] * blocks.slot_bytes)
         ranks = [each.rank for each in self._node]
-        segment = await obtain(mesh, ranks, slots, blocks.slot_bytes, engine.in_thread)
-        await self._pin(segment.memory)
         reads = engine.config.reads
+        within_s = (
+            reads.stuck_after_s + engine.config.agreement.timeout_s
+        )  # the lowest rank may wait as `_reserve` does
+        segment = await obtain(mesh, ranks, slots, blocks.slot_bytes, engine.in_thread, within_s)
+        await self._pin(segment.memory)
         means = ReadingMeans(resources.ranges, resources.threads, reads.chunk_bytes, reads.stuck_after_s)
         shards = self._plan.catalog.shards
         self._stage = Stage(mesh, segment, blocks, shards, means, on_failure=on_failure, on_progress=on_progress)
-        self._stage.start()
         on_passed = resources.pool.when_passed
         self._shared = SharedReads(blocks, self._place, slots, self._stage, on_passed=on_passed, on_failure=on_failure)
+        self._stage.start(self._shared)
         return self._shared
 
     async def _reserve(self, resources: Resources, nbytes: int) -> None:

@@ -107,7 +107,7 @@ class LoadRun:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
             opening = Opening(self._engine, self.name, self._session, self._fallbacks)
-            others = self._others = Neighbours(self._engine, self._session)
+            others = self._others = Neighbours(self._engine, self._session, self._fail_now)
             with self._timed(Phase.CONFIG):
                 async with self._engine.entering:
                     met = await opening.config(card=await others.card())
@@ -132,7 +132,9 @@ class LoadRun:
             await self._leave_failed(error)
             failure = self.failure
             if isinstance(error, asyncio.CancelledError) and failure is not None and error.args == (_FINAL,):
-                raise failure from failure.__cause__
+                meant = self._failed_by or failure
+                self.attach_verdict(meant)
+                raise meant from meant.__cause__
             raise
         finally:
             self._entering = None
@@ -153,11 +155,12 @@ class LoadRun:
         self.channel.fail(error)
 
     def _fail_now(self, error: BaseException) -> None:
-        """Reading has failed here. The others hear of it at once, the consumer at its next step, which may be late."""
+        """Something beside the consumer has failed here. The others hear of it at once, the consumer at its next step,
+        which may be late."""
         self.channel.fail(error)
         if self._failed_by is None and self._session is not None and self._session.final is None:
             self._failed_by = error
-            self._told = asyncio.ensure_future(self._session.fail(as_reported(error), Phase.READ))
+            self._told = asyncio.ensure_future(self._session.fail(as_reported(error), self._phase))
 
     @property
     def slowest(self) -> int | None:

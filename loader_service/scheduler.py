@@ -316,9 +316,12 @@ class Scheduler(Generic[UnitT]):
                     return
             since, shared = self._waits_for_memory_since, self._resources.shared
             starved = since is not None and time.monotonic() - since > limit_s
-            if shared is not None and shared.waits:  # mostly for other ranks, which may take their time
-                starved = starved and shared.waits_for_its_consumer
-            if starved and not self._running and self._channel.consumer_waits:
+            consumer_waits = not self._running and self._channel.consumer_waits
+            if shared is not None:
+                shared.consumer_waits = consumer_waits and shared.waits
+                if shared.waits:  # mostly for other ranks, which may take their time
+                    starved = starved and shared.waits_for_its_consumer
+            if starved and consumer_waits:
                 held = self._resources.pool.statistics().leases_out
                 held += shared.leases_out if shared is not None else 0
                 self.fail(

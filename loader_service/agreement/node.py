@@ -9,6 +9,7 @@ user and show the token of its card.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Final
 
 from loader_service.agreement.messages import JSON
-from loader_service.errors import LoaderError
+from loader_service.errors import OUT_OF_FILES, LoaderError, MemoryLimitError
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
 NETWORK: Final = Path("/proc/self/ns/net")
+PROCESSES: Final = Path("/proc/self/ns/pid")
 MEET_WAIT_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
 WELCOME: Final = b"welcome"
@@ -39,21 +41,22 @@ Stopped = Callable[[], bool]
 @dataclass(frozen=True, slots=True)
 class Card:
     """What a rank tells of itself. `node` names the kernel (a boot id), `memory` what of it the rank sees (see
-    `memory_device`); `token` is a secret of the group."""
+    `memory_device`); `token` is a secret of the group; `process` is where to look whether it has ended."""
 
     rank: int
     node: str
     memory: str
     token: str
+    process: str = ""
 
     def as_json(self) -> JSON:
-        return {"node": self.node, "memory": self.memory, "token": self.token}
+        return {"node": self.node, "memory": self.memory, "token": self.token, "process": self.process}
 
     @classmethod
     def from_json(cls, rank: int, told: object) -> Card:
         """Another rank's card; one without a token for what is none: nobody shares with it."""
         facts: Mapping[object, object] = told if isinstance(told, Mapping) else {}
-        return cls(rank, str(facts.get("node", "")), str(facts.get("memory", "")), str(facts.get("token", "")))
+        return cls(rank, *(str(facts.get(name, "")) for name in ("node", "memory", "token", "process")))
 
     def may_share(self, other: Card) -> bool:
         known = all((self.token, other.token, self.node, self.memory))
@@ -71,19 +74,51 @@ def memory_device() -> str:
         return ""
 
 
+def own_process() -> str:
+    """This process, by its number in its process namespace; empty where that cannot be told."""
+    try:
+        return f"{PROCESSES.stat().st_ino} {os.getpid()}"
+    except OSError:
+        return ""
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of a card of this kernel has ended. False where that cannot be known, as in another process
+    namespace, or where the number is another's by now."""
+    namespace, _, number = process.partition(" ")
+    if not namespace or namespace != own_process().partition(" ")[0]:
+        return False
+    try:
+        descriptor = os.pidfd_open(int(number))
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(descriptor)
+
+
 class Door:
     """This rank's listening socket, open from before its card is shown until the ranks have met: for one `meet`, or for
-    one `node_connect.connect`. Raises LoaderError where no socket can be had."""
+    one `node_connect.connect`, which needs `own_process` to see ends. Raises LoaderError where no socket can be had."""
 
-    def __init__(self, rank: int, node: str, memory: str) -> None:
+    def __init__(self, rank: int, node: str, memory: str, process: str = "") -> None:
         token = secrets.token_hex(16) if memory and hasattr(socket, "SO_PEERCRED") else ""
-        self.card = Card(rank, node, memory, token)
+        self.card = Card(rank, node, memory, token, process)
         self.listening: socket.socket | None = None
         if token:
             with sockets():
                 self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self.listening.bind(address_of(token))
-                self.listening.listen(1024)
+                try:
+                    self.listening.bind(address_of(token))
+                    self.listening.listen(1024)
+                except BaseException:
+                    self.close()
+                    raise
 
     def meet(self, cards: Sequence[Card], stopped: Stopped, wait_s: float = MEET_WAIT_S) -> NodeGroup:
         """Connects this rank with those that it can share memory with. Blocks, at most `wait_s`.
@@ -127,6 +162,10 @@ class Door:
                     found[rank] = connection
                     with contextlib.suppress(OSError):
                         connection.send(WELCOME)
+        except BaseException:
+            for connection in found.values():
+                connection.close()
+            raise
         finally:
             for connection in visitors:
                 connection.close()
@@ -169,7 +208,8 @@ class NodeGroup:
                 raise LoaderError(f"shared memory could not be handed to rank {rank} on this node: {error}") from error
 
     def receive(self, stopped: Stopped) -> int | None:
-        """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone."""
+        """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone,
+        MemoryLimitError if the descriptor was lost on the way."""
         (connection,) = self._connections.values()
         while not stopped():
             if not readable((connection,), time.monotonic() + _LOOK_EVERY_S):
@@ -184,6 +224,7 @@ class NodeGroup:
                 # It came inheritable (`recv_fds` drops the flag against that): programs started here would keep it.
                 os.set_inheritable(descriptors[0], False)
                 return descriptors[0]
+            raise lost_on_the_way(self.host)
         return None
 
     def close(self) -> None:
@@ -193,6 +234,15 @@ class NodeGroup:
 
     def _host_is_gone(self) -> LoaderError:
         return LoaderError(f"rank {self.host} has left before it handed over the memory that this node shares")
+
+
+def lost_on_the_way(host: int) -> MemoryLimitError:
+    """What a rank raises whom `host` has handed memory, and for which the kernel found no descriptor here."""
+    return MemoryLimitError(
+        f"the memory that rank {host} hands to the ranks of this node did not arrive, since this process may open no "
+        f"more files: {OUT_OF_FILES[errno.EMFILE]}",
+        errno=errno.EMFILE,
+    )
 
 
 @contextlib.contextmanager

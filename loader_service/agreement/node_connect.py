@@ -23,9 +23,11 @@ from loader_service.agreement.node import (
     Door,
     Stopped,
     address_of,
+    has_ended,
     knock,
     peer,
     readable,
+    sockets,
     visitor_of,
 )
 from loader_service.agreement.node_mesh import GOODBYE, Mesh, Peer
@@ -40,11 +42,15 @@ def connect(door: Door, cards: Sequence[Card], stopped: Stopped, wait_s: float =
     """Connects this rank with each one that it can share memory with. Blocks, at most `wait_s`, or until `stopped`.
 
     Who did not come in time is not in `Mesh.connected`. Two ranks are connected if both say so: exchange what each
-    says, and `groups` then tells, alike on every rank, who can act together.
+    says, and `groups` then tells, alike on every rank, who can act together. Raises LoaderError where the system gives
+    this rank no socket: it has none for files either.
     """
     connecting = _Connecting(door, cards)
     try:
-        return Mesh(door.card.rank, connecting.run(time.monotonic() + wait_s, stopped))
+        return Mesh(door.card.rank, connecting.run(time.monotonic() + wait_s, stopped), connecting.ended)
+    except BaseException:
+        connecting.drop()
+        raise
     finally:
         connecting.close()
 
@@ -106,6 +112,7 @@ class _Connecting:
         self._missing = set(self._cards)
         self._visits: dict[socket.socket, _Visit] = {}
         self._found: dict[int, Peer] = {}
+        self.ended: set[int] = set()  # ranks whose process has ended before they came
 
     def run(self, deadline_s: float, stopped: Stopped) -> dict[int, Peer]:
         listening, own = self._door.listening, self._door.card
@@ -115,13 +122,23 @@ class _Connecting:
             if rank < own.rank:
                 self._knock(card)
         while self._missing and not stopped() and time.monotonic() < deadline_s:
-            for connection in readable((listening, *self._visits), deadline_s):
+            arrived = readable((listening, *self._visits), deadline_s)
+            for connection in arrived:
                 if connection is listening:
-                    visitor = listening.accept()[0]
+                    with sockets():
+                        visitor = listening.accept()[0]
                     self._visits[visitor] = _Visit(visitor)
                 else:
                     self._hear(self._visits.pop(connection))
+            if not arrived:
+                for rank in list(self._missing):
+                    self._note_end(rank)
         return self._found
+
+    def drop(self) -> None:
+        """Lets go of whom it has found."""
+        for found in self._found.values():
+            found.close()
 
     def close(self) -> None:
         """Tells those that are still awaited."""
@@ -131,7 +148,8 @@ class _Connecting:
         self._visits.clear()
 
     def _knock(self, card: Card) -> None:
-        visit = _Visit(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), card.rank)
+        with sockets():
+            visit = _Visit(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), card.rank)
         try:
             visit.connection.connect(address_of(card.token))
             if peer(visit.connection)[1] != os.geteuid():
@@ -141,8 +159,19 @@ class _Connecting:
         except OSError:  # it has gone, or is in another network namespace: nobody listens under that name here
             visit.close()
             self._missing.discard(card.rank)
+            self._note_end(card.rank)
             return
         self._visits[visit.connection] = visit
+
+    def _note_end(self, rank: int) -> None:
+        if has_ended(self._cards[rank].process):
+            self._missing.discard(rank)
+            self.ended.add(rank)
+            for visit in [
+                visit for visit in self._visits.values() if visit.rank == rank
+            ]:  # a child of it holds it open
+                del self._visits[visit.connection]
+                visit.close()
 
     def _hear(self, visit: _Visit) -> None:
         """Takes a visit one word further."""

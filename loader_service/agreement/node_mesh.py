@@ -13,8 +13,10 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, TypeAlias
+
+from loader_service.errors import LoaderError, name_of, text_of
 
 _log = logging.getLogger("loader_service.agreement")
 
@@ -24,7 +26,9 @@ _MESSAGES_A_TURN: Final = 64  # of one connection, before others on the loop hav
 _DESCRIPTOR_BYTES: Final = array.array("i").itemsize
 
 OnMessage: TypeAlias = Callable[[int, bytes, int | None], None]
-"""(rank, message, descriptor): a descriptor that came with it belongs to who is called."""
+"""(rank, message, descriptor): a descriptor that came with it belongs to who is called. None also for one that was lost
+on the way, because this process may open no more."""
+OnError: TypeAlias = Callable[[LoaderError], None]
 
 
 class Peer:
@@ -50,10 +54,14 @@ class Peer:
                 _log.debug("the connection with another rank broke: %s", error)
                 return b"", None
             descriptors = list(_descriptors(about))
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            if flags & socket.MSG_TRUNC:
                 _log.warning("a message of another rank is too long: it is dropped")
                 _close(descriptors)
                 continue
+            if flags & socket.MSG_CTRUNC:  # the kernel drops what it finds no number for in this process
+                _log.warning("a descriptor from another rank was lost: raise the limit of open files (ulimit -n)")
+                _close(descriptors)
+                return data, None
             _close(descriptors[1:])
             return data, descriptors[0] if descriptors else None
 
@@ -78,23 +86,30 @@ class Mesh:
 
     Messages of one rank to another keep their order. They travel on channels, numbers from 1 to 255; what comes on one
     before anybody listens there is kept. Nothing here blocks or waits for another rank, except `close`, bounded.
+    `ended`: ranks whose process had ended before they were connected.
     """
 
-    def __init__(self, rank: int, peers: dict[int, Peer]) -> None:
+    def __init__(self, rank: int, peers: dict[int, Peer], ended: Collection[int] = ()) -> None:
         self.rank = rank
         self.connected = tuple(sorted(peers))
+        self.ended = tuple(sorted(ended))
         self._peers = dict(peers)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_death: Callable[[int], None] = _say_nothing
+        self._on_error: OnError = _say_nothing
         self._closing = False
         self._listeners: dict[int, OnMessage] = {}
         self._kept: dict[int, list[tuple[int, bytes, int | None]]] = {}
         self._sent = asyncio.Event()
 
-    def start(self, on_death: Callable[[int], None]) -> None:
-        """Begins to receive. `on_death(rank)` is called once for each rank whose process ends without a good-bye."""
+    def start(self, on_death: Callable[[int], None], on_error: OnError | None = None) -> None:
+        """Begins to receive. `on_death(rank)` is called once for each rank whose process ends without a good-bye, or
+        has ended so already; `on_error` with what a listener raises."""
         self._loop = loop = asyncio.get_running_loop()
         self._on_death = on_death
+        self._on_error = on_error or _say_nothing
+        for rank in self.ended:
+            on_death(rank)
         for rank, peer in self._peers.items():
             loop.add_reader(peer.connection.fileno(), self._readable, rank)
             if peer.process is not None:
@@ -127,7 +142,7 @@ class Mesh:
 
         To be called after the session was closed: this rank's later end is then no death to anybody.
         """
-        self._closing, self._on_death = True, _say_nothing
+        self._closing, self._on_death, self._on_error = True, _say_nothing, _say_nothing
         for rank, peer in list(self._peers.items()):
             self._post(rank, peer, GOODBYE, None)
         try:
@@ -217,8 +232,11 @@ class Mesh:
     def _tell(self, on_message: OnMessage, rank: int, data: bytes, descriptor: int | None) -> None:
         try:
             on_message(rank, data, descriptor)
-        except Exception:  # noqa: BLE001 - what is broken there must not hide who dies
+        except Exception as error:  # noqa: BLE001 - what is broken there must not hide who dies
             _log.exception("rank %d: a message of rank %d could not be handled", self.rank, rank)
+            failure = LoaderError(f"a message of rank {rank} could not be handled: {name_of(error)}: {text_of(error)}")
+            failure.__cause__ = error
+            self._on_error(failure)
 
     def _end_of_file(self, rank: int, peer: Peer) -> None:
         """Its end is near, or it started another program: its process tells."""
@@ -271,5 +289,5 @@ def _drop(rank: int, data: bytes, descriptor: int | None) -> None:  # noqa: ARG0
     _close([descriptor])
 
 
-def _say_nothing(rank: int) -> None:
+def _say_nothing(_: object) -> None:
     pass

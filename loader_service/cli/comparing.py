@@ -108,7 +108,7 @@ def _text_of(path: Path) -> str:
                 raise _refusal(path, "it is no regular file")
             if found.st_size > MAX_MANIFEST_BYTES:
                 raise _refusal(path, f"it has {found.st_size} bytes, more than {MAX_MANIFEST_BYTES} are not read")
-            return file.read(found.st_size).decode("utf-8")
+            return file.read(found.st_size).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise _refusal(path, "it is not UTF-8") from None
     except OSError as error:

@@ -162,13 +162,13 @@ def _map(length: int, wanted_bytes: int, descriptor: int | None = None, offset: 
     access = mmap.PROT_READ | mmap.PROT_WRITE
     found: int | None = libc.mmap(None, length + slack, access, flags, -1, 0)
     if found is None or found == _MAP_FAILED:
-        raise _refused(wanted_bytes, ctypes.get_errno())
+        raise _refused(wanted_bytes, ctypes.get_errno(), shared=descriptor is not None)
     if descriptor is not None:
         address = _round_up(found, HUGE_PAGE_BYTES) if huge else found
         if libc.mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != address:
             code = ctypes.get_errno()
             libc.munmap(found, length + slack)
-            raise _refused(wanted_bytes, code)
+            raise _refused(wanted_bytes, code, shared=True)
     if not huge:
         return found
     address = _round_up(found, HUGE_PAGE_BYTES)
@@ -203,16 +203,18 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _refused(wanted_bytes: int, code: int) -> MemoryLimitError:
+def _refused(wanted_bytes: int, code: int, *, shared: bool) -> MemoryLimitError:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     available = psutil.virtual_memory().available
     limits = f"{format_size(available)} of memory is available"
     if soft != resource.RLIM_INFINITY:
         used = psutil.Process().memory_info().vms
         limits += f", {format_size(max(0, soft - used))} is left of the address space limit (ulimit -v, RLIMIT_AS)"
+    what = "memory that ranks of this node share, all of which each maps," if shared else "memory"
+    less = "load less on this rank" + (", do not share it (reads.sharing, layout per_rank)" if shared else "")
     return MemoryLimitError(
-        f"{format_size(wanted_bytes)} of memory cannot be had ({os.strerror(code)}): {limits}; "
-        "lower staging.capacity_bytes, load less on this rank, or raise the limit (with memory to spare: "
+        f"{format_size(wanted_bytes)} of {what} cannot be had ({os.strerror(code)}): {limits}; "
+        f"lower staging.capacity_bytes, {less}, or raise the limit (with memory to spare: "
         "vm.max_map_count or vm.overcommit_memory)",
         errno=code,
     )

@@ -15,14 +15,19 @@ from collections.abc import Callable
 
 import psutil
 
-from loader_service.errors import MemoryLimitError
+from loader_service.errors import OUT_OF_FILES, MemoryLimitError
 from loader_service.memory.admission import memory_rooms
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
 from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
 
-_REFUSALS = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG})
+_OUT_OF_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM})
+_ADVICE = {
+    **OUT_OF_FILES,
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+}
+_UNKNOWN_TO_THE_SYSTEM = "this system, or the container's seccomp profile, gives no memory files (memfd_create)"
 _RESERVE_STEP_BYTES = 64 << 20
 _NOT_SHARED = "do not share: layout per_rank for a table, sharing page_cache or none for a load"
 
@@ -48,18 +53,10 @@ class SharedMemory:
         """
         if not sys.platform.startswith("linux"):
             raise MemoryLimitError(f"memory that ranks share needs Linux: {_NOT_SHARED}")
-        descriptor = -1
         try:
-            descriptor = os.memfd_create("loader-service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.truncate(descriptor, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except BaseException as error:
-            if descriptor >= 0:
-                os.close(descriptor)
-            if isinstance(error, OSError) and error.errno in _REFUSALS:
-                raise _refused(nbytes, error, psutil.virtual_memory().available) from error
-            raise
-        return cls(descriptor, nbytes)
+            return cls(_memory_file(nbytes), nbytes)
+        except OSError as error:
+            raise _refused(nbytes, error, psutil.virtual_memory().available) from error
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> SharedMemory:
@@ -97,9 +94,7 @@ class SharedMemory:
                 self._make_huge(start, end)
                 os.posix_fallocate(self.descriptor, start, end - start)
             except OSError as error:
-                if error.errno in _REFUSALS:
-                    raise _refused(stop - start, error, available) from error
-                raise
+                raise _refused(stop - start, error, available) from error
             start = end
 
     def _make_huge(self, start: int, stop: int) -> None:
@@ -132,9 +127,35 @@ class SharedMemory:
                 os.close(descriptor)
 
 
+def _memory_file(nbytes: int) -> int:
+    descriptor = os.memfd_create("loader-service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refusal_of_shared(nbytes: int) -> str | None:
+    """Why this process can have no shared memory of that size, whatever is free; None: it can. Nothing is kept."""
+    if not sys.platform.startswith("linux"):
+        return "memory that ranks share needs Linux"
+    try:
+        os.close(_memory_file(nbytes))
+    except OSError as error:
+        return _why_refused(nbytes, error, psutil.virtual_memory().available)
+    return None
+
+
 def _refused(nbytes: int, error: OSError, available: int) -> MemoryLimitError:
-    return MemoryLimitError(
-        f"{format_size(nbytes)} of shared memory cannot be had ({os.strerror(error.errno or 0)}): "
-        f"{format_size(available)} of memory is available; load less on this node, raise its limit, or {_NOT_SHARED}",
-        errno=error.errno,
-    )
+    return MemoryLimitError(f"{_why_refused(nbytes, error, available)}, or {_NOT_SHARED}", errno=error.errno)
+
+
+def _why_refused(nbytes: int, error: OSError, available: int) -> str:
+    if error.errno in _OUT_OF_MEMORY:
+        advice = f"{format_size(available)} of memory is available; load less on this node or raise its limit"
+    else:
+        advice = _ADVICE.get(error.errno or 0, _UNKNOWN_TO_THE_SYSTEM)
+    return f"{format_size(nbytes)} of shared memory cannot be had ({os.strerror(error.errno or 0)}): {advice}"

@@ -31,7 +31,7 @@ _NOTHING_TO_SHARE: Final = "its ranks want no common bytes"
 class NodeFacts:
     """What a rank tells with its plan. `connected` are the ranks that it can share memory with; `files` is a digest of
     the identities of the shards that it sees; `slots` of `slot_bytes` it can give to staging;
-    `held`: its raw weight cache has all that it wants."""
+    `held`: its raw weight cache has all that it wants; `refused`: why its system gives it no memory to share."""
 
     rank: int
     connected: tuple[int, ...]
@@ -40,6 +40,7 @@ class NodeFacts:
     slots: int
     held: bool
     supply: Supply
+    refused: str | None = None
 
     @property
     def node(self) -> str:
@@ -47,7 +48,7 @@ class NodeFacts:
 
     def as_json(self) -> JSON:
         facts = {"connected": list(self.connected), "files": self.files}
-        slots = {"slot_bytes": self.slot_bytes, "slots": self.slots, "held": self.held}
+        slots = {"slot_bytes": self.slot_bytes, "slots": self.slots, "held": self.held, "refused": self.refused}
         return cast(JSON, {**facts, **slots, "supply": self.supply.as_json()})
 
     @classmethod
@@ -56,11 +57,21 @@ class NodeFacts:
         connected, files, slot_bytes, slots = (told[key] for key in ("connected", "files", "slot_bytes", "slots"))
         numbers = [slot_bytes, slots, *(connected if isinstance(connected, list) else [None])]
         whole = [number for number in numbers if type(number) is int and number >= 0]
-        held = told["held"]
-        if len(whole) != len(numbers) or not isinstance(files, str) or not isinstance(held, bool):
+        held, refused = told["held"], told["refused"]
+        known = isinstance(files, str) and isinstance(held, bool) and isinstance(refused, str | None)
+        if len(whole) != len(numbers) or not known:
             raise ValueError(f"rank {rank} told the facts of its node in an unknown way")
         supply = Supply.from_json(rank, told["supply"])
-        return cls(rank, tuple(whole[2:]), files, whole[0], whole[1], held, supply)
+        return cls(
+            rank,
+            tuple(whole[2:]),
+            cast(str, files),
+            whole[0],
+            whole[1],
+            cast(bool, held),
+            supply,
+            cast("str | None", refused),
+        )
 
 
 def neighbours(facts: Sequence[NodeFacts], rank: int) -> list[NodeFacts]:
@@ -107,6 +118,8 @@ def opinion(requested: Request, node: Sequence[NodeFacts], wanted: Wanted) -> Op
         return Opinion("none", "as configured")
     if len(node) < 2:
         return Opinion(None, "one rank on its node")
+    if len(node) > MOST_RANKS:  # nobody lays out what so many want
+        return Opinion("none", f"{len(node)} ranks on one node; at most {MOST_RANKS} share")
     if all(each.held for each in node):
         return Opinion(None, "the raw weight cache holds all that its ranks want")
     if not wanted.shared_bytes:
@@ -149,8 +162,6 @@ def _what_is_shared(wanted: Wanted) -> str:
 
 
 def _differs(node: Sequence[NodeFacts]) -> str | None:
-    if len(node) > MOST_RANKS:
-        return f"{len(node)} ranks on one node; at most {MOST_RANKS} share"
     other = next((each for each in node if each.files != node[0].files), None)
     if other is None:
         return None
@@ -161,6 +172,9 @@ def _staging_problem(node: Sequence[NodeFacts]) -> str | None:
     for one, other in itertools.permutations(node, 2):
         if other.rank not in one.connected:
             return f"ranks {one.rank} and {other.rank} of one node cannot share memory (other users or containers)"
+    refused = next((each for each in node if each.refused is not None), None)
+    if refused is not None:
+        return f"rank {refused.rank}: {refused.refused}"
     slot_bytes = slot_bytes_of(node)
     if slot_bytes < LEAST_SLOT_BYTES:
         return f"staging slots of {format_size(slot_bytes)} are too small to share: raise staging.capacity_bytes"

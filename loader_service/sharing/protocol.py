@@ -4,6 +4,9 @@ Each block has an owner, which reads it into one of its own slots and announces 
 them answers when it needs the block no more, and the last answer frees the slot. Owners begin their blocks in plan
 order, as slots are free, and ranks use what they want in plan order. So the first block that is not done with can
 always be read, and everyone who wants it can use it: nothing ever waits in a circle, even with one slot a rank.
+
+Unless consumers keep what they have while they wait for more. Who waits so, and has stood still for long, asks all
+others whether they do, too: if none of them is slow, and could still go on, nothing will ever move again.
 """
 
 from __future__ import annotations
@@ -32,11 +35,14 @@ class Kind(IntEnum):
     ANNOUNCE = 1
     ANSWER = 2
     LEAVE = 3
+    ASK = 4
+    STANDS = 5
 
 
 class Message(NamedTuple):
     """What one rank tells another: `block` lies in `slot` (ANNOUNCE); it needs `block` no more (ANSWER); it needs
-    nothing any more (LEAVE)."""
+    nothing any more (LEAVE). Whether it stands still (ASK) and that it does (STANDS), where `block` numbers the asking.
+    """
 
     kind: Kind
     block: int = 0
@@ -84,7 +90,8 @@ class Staging:
     """One rank's state. Every method returns the actions to do, in order.
 
     `owner[b]` is the place of the rank that reads block b; bit p of `wants[b]` says that place p wants it. `slots[p]`
-    is how many slots place p has, at least one if it owns anything.
+    is how many slots place p has, at least one if it owns anything. After `patience` ticks without any change a rank
+    stands still.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class Staging:
         wants: npt.NDArray[np.uint64],
         slots: Sequence[int],
         place: int,
+        patience: int = 4,
     ) -> None:
         self.place = place
         self.left = False
@@ -108,6 +116,10 @@ class Staging:
         self._awaited: set[int] = set(np.flatnonzero(wants & np.uint64(1 << place)).tolist())
         self._passed: set[int] = set()  # of those awaited: this rank needs them no more
         self._held: dict[int, int] = {}  # block -> slot: arrived, and not yet done with
+        self._patience = patience
+        self._quiet = 0  # ticks
+        self._asked = 0  # the number of the last asking
+        self._standing = 0  # places that stand still, as they answered to it
 
     def _check(self) -> None:
         places = len(self._slots)
@@ -129,6 +141,7 @@ class Staging:
     def read_done(self, block: int) -> list[Action]:
         """A `Read` has filled its slot."""
         slot = self._reading.pop(block)
+        self._move()
         wanted = self._wants[block] & ~self._gone
         if not wanted:
             self._free.append(slot)
@@ -153,6 +166,7 @@ class Staging:
             self._passed.add(block)
             return []
         del self._held[block]
+        self._move()
         owner = self._owner[block]
         if owner != self.place:
             return [Send(owner, Message(Kind.ANSWER, block))]
@@ -167,6 +181,21 @@ class Staging:
         others = sorted(set(self._owner) - {self.place})
         return [*(Send(to, Message(Kind.LEAVE)) for to in others), *self._without(self.place)]
 
+    def tick(self, *, waits: bool, keeps: bool) -> list[Action]:
+        """To be called at regular times. `waits`: the consumer here waits for a block, and nothing else is under way to
+        it or passes from it; `keeps`: it keeps some meanwhile."""
+        wants_more = not self.left and bool(self._held or len(self._awaited) > len(self._passed))
+        if self._reading or (wants_more and not waits):
+            self._move()
+            return []
+        self._quiet += 1
+        if not (keeps and self.stands) or self.stuck:
+            return []
+        self._asked += 1
+        self._standing = 1 << self.place
+        others = (place for place in range(len(self._slots)) if place != self.place)
+        return [Send(to, Message(Kind.ASK, self._asked)) for to in others]
+
     # -- what other ranks say
 
     def receive(self, place: int, message: Message) -> list[Action]:
@@ -177,6 +206,12 @@ class Staging:
             if not self._lent.get(message.block, (0, 0))[1] >> place & 1:
                 raise ConfusedPeerError(f"it answers for block {message.block}, which it was not lent")
             return self._answered(message.block, place)
+        if message.kind is Kind.ASK:
+            return [Send(place, Message(Kind.STANDS, message.block))] if self.stands else []
+        if message.kind is Kind.STANDS:
+            if self._standing and message.block == self._asked:
+                self._standing |= 1 << place
+            return []
         if self._gone >> place & 1:
             raise ConfusedPeerError("it leaves a second time")
         return self._without(place)
@@ -199,6 +234,19 @@ class Staging:
     def awaits(self, block: int) -> bool:
         """Whether this rank still wants a block that has not arrived."""
         return block in self._awaited and block not in self._passed
+
+    @property
+    def stands(self) -> bool:
+        """Whether nothing has changed here for long, and nothing will by itself."""
+        return self._quiet >= self._patience
+
+    @property
+    def stuck(self) -> bool:
+        """Whether all ranks stand still, and the consumer here keeps what others may wait for.
+
+        All have stood still at once: each answers for the time before, which is longer than from a tick to the next.
+        """
+        return self.stands and self._standing == (1 << len(self._slots)) - 1
 
     @property
     def over(self) -> bool:
@@ -224,6 +272,9 @@ class Staging:
 
     # -- inside
 
+    def _move(self) -> None:
+        self._quiet = self._standing = 0
+
     def _read_on(self) -> list[Action]:
         """Owned blocks in order, as far as slots are free; without those that nobody wants any more."""
         actions: list[Action] = []
@@ -238,6 +289,7 @@ class Staging:
         return actions
 
     def _arrive(self, block: int, owner: int, slot: int) -> list[Action]:
+        self._move()
         self._awaited.remove(block)
         self._held[block] = slot
         if block in self._passed:
@@ -246,6 +298,7 @@ class Staging:
         return [Arrived(block, owner, slot)]
 
     def _answered(self, block: int, place: int) -> list[Action]:
+        self._move()
         slot, waiting = self._lent[block]
         waiting &= ~(1 << place)
         if waiting:
@@ -257,6 +310,7 @@ class Staging:
 
     def _without(self, place: int) -> list[Action]:
         """A place needs nothing any more: it answers for all that it was lent, and is lent nothing more."""
+        self._move()
         self._gone |= 1 << place
         actions: list[Action] = []
         for block in [block for block, (_, waiting) in self._lent.items() if waiting >> place & 1]:

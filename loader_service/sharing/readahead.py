@@ -59,7 +59,11 @@ class ReadAhead:
         self._running: list[Future[None]] = []
 
     def start(self) -> None:
-        self._running = [self._pool.submit(self._work, label="read-ahead") for _ in range(self._pool.threads)]
+        try:
+            for _ in range(self._pool.threads):
+                self._running.append(self._pool.submit(self._work, label="read-ahead"))
+        except LoaderError as error:  # no thread can be had
+            self._give_up(error)
 
     @property
     def over(self) -> bool:
@@ -84,7 +88,7 @@ class ReadAhead:
             shard, start, stop = piece
             try:
                 self._bring(self._shards[shard], start, stop)
-            except (OSError, LoaderError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the reads themselves find out what matters
                 self._give_up(error)
                 return
             with self._lock:
@@ -111,7 +115,8 @@ class ReadAhead:
         with self._lock:
             self._pieces.clear()
             first = self.problem is None
-            self.problem = self.problem or f"{name_of(error)}: {text_of(error)}"
+            name, text = name_of(error), text_of(error)
+            self.problem = self.problem or (text if text == name else f"{name}: {text}")
         if first:
             log.warning(
                 "reading ahead for this node ended early (%s): each rank reads the rest for itself", text_of(error)

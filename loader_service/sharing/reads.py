@@ -63,6 +63,7 @@ class SharedReads:
         self._passing = 0  # leases that wait for a device
         self._changed = asyncio.Event()
         self._given_up = False
+        self.consumer_waits = False  # for a block, and for nothing else, when the scheduler last looked
         self.shards_taken: set[int] = set()
 
     @property
@@ -87,6 +88,12 @@ class SharedReads:
             return False
         place = int(self.layout.owner[self._waits_for])
         return sum(int(self.layout.owner[block]) == place for block in self._leases) >= self._slots[place]
+
+    @property
+    def starves(self) -> bool:
+        """Whether the consumer waits for a block: nothing else is on its way to it, nor do devices pass what it gave
+        back."""
+        return self.consumer_waits and self.waits and not self._passing
 
     async def take(self, block: int) -> HostBuffer:
         """The memory of a block, once it is there: one use, to be ended with `give_back`."""

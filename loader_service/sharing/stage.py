@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from loader_service.agreement.node_mesh import Mesh
 from loader_service.checkpoint.catalog import Shard
-from loader_service.errors import AgreementError, LoaderError, StateError
+from loader_service.errors import AgreementError, LoaderError, StateError, text_of
 from loader_service.memory.allocators import HostBuffer
 from loader_service.planning.sharing import NodeBlocks
 from loader_service.sharing.block_reads import BlockReads, ReadingMeans
@@ -24,6 +25,18 @@ from loader_service.sharing.protocol import Action, ConfusedPeerError, Message, 
 from loader_service.sharing.segment import Segment
 
 CHANNEL: Final = 2  # of the mesh
+_LOOK_EVERY_S: Final = 1.0
+
+
+class Consumer(Protocol):
+    """Who takes blocks here. `starves`: it waits for one, and nothing else is under way to it or passes from it;
+    `leases_out`: how many it keeps."""
+
+    @property
+    def starves(self) -> bool: ...
+
+    @property
+    def leases_out(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,12 @@ class Stage:
         self._ranks = segment.ranks
         self._places = {rank: place for place, rank in enumerate(segment.ranks)}
         self._place = self._places[mesh.rank]
-        self._machine = Staging(blocks.owner, blocks.wants, segment.counts, self._place)
+        self._stuck_after_s = means.stuck_after_s
+        self._look_every_s = min(_LOOK_EVERY_S, means.stuck_after_s / 4)
+        patience = math.ceil(means.stuck_after_s / self._look_every_s)
+        self._machine = Staging(blocks.owner, blocks.wants, segment.counts, self._place, patience)
+        self._consumer: Consumer | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._reads = BlockReads(blocks, shards, means, on_read=self._read_done, on_error=self._failed)
         self._on_failure = on_failure
         self._on_progress = on_progress
@@ -95,10 +113,13 @@ class Stage:
 
     # -- what the caller does
 
-    def start(self) -> None:
-        """Begins to read, and to hear of the other ranks."""
+    def start(self, consumer: Consumer | None = None) -> None:
+        """Begins to read, and to hear of the other ranks. A `consumer` that keeps blocks while it and all others wait
+        for more is a failure, after `stuck_after_s`."""
+        self._consumer = consumer
         self._do(self._machine.start())
         self._mesh.listen(CHANNEL, self._receive)
+        self._looking = self._loop.create_task(self._look())
 
     async def block(self, number: int) -> HostBuffer:
         """The slot in which a block lies, once it has arrived; it stays as it is until `done`. Look, do not write.
@@ -158,6 +179,9 @@ class Stage:
         """
         self._stopped = True
         self._mesh.ignore(CHANNEL)
+        if self._looking is not None:
+            self._looking.cancel()
+        self._consumer = None
         self._end_waiting(StateError("the load has ended"))
         self._arrived.clear()
         stuck = await self._reads.stop(grace_s)
@@ -181,6 +205,23 @@ class Stage:
             self._failed(AgreementError(f"{text}; do all ranks run the same version of the loader?"))
             return
         self._do(actions)
+        self._check_stuck()
+
+    async def _look(self) -> None:
+        while self._failure is None:
+            await asyncio.sleep(self._look_every_s)
+            consumer = self._consumer
+            waits, keeps = (consumer.starves, consumer.leases_out > 0) if consumer is not None else (False, False)
+            self._do(self._machine.tick(waits=waits, keeps=keeps))
+            self._check_stuck()
+
+    def _check_stuck(self) -> None:
+        if self._machine.stuck and self._consumer is not None:
+            text = (
+                f"the consumers of all ranks of this node wait for more, and have done so for {self._stuck_after_s:g} s"
+            )
+            kept = f"this one keeps {self._consumer.leases_out} batches whose memory they share"
+            self._failed(StateError(f"{text}, while {kept}: leave each `with batch` before taking many more"))
 
     def _read_done(self, block: int) -> None:
         self._blocks_read += 1
@@ -204,8 +245,8 @@ class Stage:
             assert segment is not None
             if isinstance(action, Read):
                 self._reads.begin(action.block, segment.slot(self._place, action.slot))
-            elif isinstance(action, Send):  # to one that has left or is dead there is nothing to say
-                self._mesh.send(self._ranks[action.to], CHANNEL, action.message.encoded())
+            elif isinstance(action, Send):
+                self._send(self._ranks[action.to], action.message)
             else:
                 self._blocks_arrived += 1
                 buffer = self._arrived[action.block] = segment.slot(action.owner, action.slot)
@@ -215,6 +256,13 @@ class Stage:
         self._note_slowest()
         if self._machine.over:
             self._over.set()
+
+    def _send(self, rank: int, message: Message) -> None:
+        try:
+            self._mesh.send(rank, CHANNEL, message.encoded())  # to one that has left or is dead there is nothing to say
+        except OSError as error:
+            text = f"rank {rank} of this node could not be told of what ranks share: {text_of(error)}"
+            self._failed(LoaderError(text, errno=error.errno))
 
     def _note_slowest(self) -> None:
         found = self.waits_for()

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from loader_service.agreement.node import Card, Door, NodeGroup, address_of, memory_device
-from loader_service.errors import LoaderError
+from loader_service.errors import LoaderError, MemoryLimitError
 from loader_service.memory.shared import SharedMemory
 from tests.agreement.folders import PATIENCE_S, exchange, heard, told
+from tests.support.descriptors import no_descriptor_is_free
 from tests.support.ranks import Outcome, Rank, run_ranks
 
 NOBODY = 65534
@@ -435,3 +436,13 @@ def test_a_host_that_has_closed_its_door_is_not_waited_for() -> None:
     group = member.meet([host.card, member.card], never, wait_s=10 * PATIENCE_S)
     assert (group.host, group._connections) == (1, {})
     member.close()
+
+
+def test_a_descriptor_for_which_there_is_no_number_is_an_error_and_not_waited_for() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    group = NodeGroup(0, {0: here})
+    NodeGroup(0, {1: there}).hand_over(0, [1])
+    with no_descriptor_is_free(), pytest.raises(MemoryLimitError, match=r"rank 0 hands .* \(ulimit -n\)$"):
+        group.receive(never)
+    there.close()
+    group.close()

@@ -22,10 +22,12 @@ import pytest
 import uvloop
 
 from loader_service.agreement import node, node_connect
-from loader_service.agreement.node import Door, address_of, knock, memory_device
+from loader_service.agreement.node import Door, address_of, has_ended, knock, memory_device, own_process
 from loader_service.agreement.node_connect import connect, groups
 from loader_service.agreement.node_mesh import GOODBYE, MAX_MESSAGE_BYTES, Mesh
+from loader_service.errors import LoaderError
 from tests.agreement.folders import PATIENCE_S, all_told, exchange, heard, told
+from tests.support.descriptors import no_descriptor_is_free
 from tests.support.ranks import Rank, run_ranks
 
 CHANNEL, OTHER_CHANNEL = 7, 8
@@ -208,6 +210,20 @@ async def test_descriptors_that_nobody_wants_are_closed() -> None:
         assert (0, b"x" * MAX_MESSAGE_BYTES) not in second.messages
 
 
+@on_both_loops
+async def test_a_descriptor_for_which_there_is_no_number_is_told_as_missing_and_its_message_arrives() -> None:
+    async with joined(2) as two:
+        first, second = two
+        with no_descriptor_is_free():
+            first.mesh.send(1, CHANNEL, b"a file", 0)
+            await second.until(lambda: bool(second.messages))
+        first.mesh.send(1, CHANNEL, b"another", 0)
+        await second.until(lambda: len(second.messages) == 2)
+        assert second.messages == [(0, b"a file"), (0, b"another")]
+        (received,) = second.descriptors
+        os.close(received)
+
+
 @pytest.mark.parametrize(("channel", "data"), [(0, b""), (256, b""), (1, b"x" * MAX_MESSAGE_BYTES)])
 async def test_what_cannot_be_a_message_is_refused(channel: int, data: bytes) -> None:
     async with joined(2) as two:
@@ -222,11 +238,15 @@ async def test_a_listener_that_breaks_hides_nothing(caplog: pytest.LogCaptureFix
         def broken(rank: int, data: bytes, descriptor: int | None) -> None:
             raise RuntimeError("broken")
 
+        errors: list[LoaderError] = []
+        second.mesh.start(second.died, errors.append)
         second.mesh.listen(OTHER_CHANNEL, broken)
         first.mesh.send(1, OTHER_CHANNEL, b"x")
         first.mesh.send(1, CHANNEL, b"y")
         await second.until(lambda: second.messages == [(0, b"y")])
         assert "a message of rank 0 could not be handled" in caplog.text
+        assert [str(error) for error in errors] == ["a message of rank 0 could not be handled: RuntimeError: broken"]
+        assert isinstance(errors[0].__cause__, RuntimeError)
 
 
 # -- leaving
@@ -616,3 +636,65 @@ def wait_until_ended(pid: int) -> None:
             return
         time.sleep(0.005)
     raise AssertionError(f"process {pid} does not end")
+
+
+# -- deaths before ranks are connected
+
+
+def ended_process() -> str:
+    """Of a child that has ended, and that nobody has asked for yet."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    return f"{own_process().partition(' ')[0]} {child}"
+
+
+def test_a_process_that_has_ended_is_known_to_have() -> None:
+    process = ended_process()
+    assert has_ended(process)
+    assert not has_ended("1 " + process.partition(" ")[2]), "another process namespace"
+    os.waitpid(int(process.partition(" ")[2]), 0)
+    assert has_ended(process)
+    assert not has_ended(own_process())
+    for unknown in ("", "x", "x y", f"{own_process().partition(' ')[0]} {1 << 70}"):
+        assert not has_ended(unknown)
+
+
+@pytest.mark.parametrize("who", [0, 2], ids=["the lower one", "the higher one"])
+async def test_a_rank_that_ended_before_it_came_is_a_death_and_not_waited_for(who: int) -> None:
+    process = await asyncio.to_thread(ended_process)
+    gone, own = await asyncio.to_thread(lambda: (Door(who, "kernel", "shm", process), Door(1, "kernel", "shm")))
+    gone.close()
+    deaths: list[int] = []
+    mesh = await asyncio.to_thread(connect, own, [gone.card, own.card], never, 1e6)
+    own.close()
+    mesh.start(deaths.append)
+    assert (mesh.connected, deaths) == ((), [who])
+    await mesh.close(PATIENCE_S)
+    await asyncio.to_thread(os.waitpid, int(process.partition(" ")[2]), 0)
+
+
+@pytest.mark.parametrize("who", [0, 2], ids=["the lower one", "the higher one"])
+def test_a_rank_that_has_given_up_is_no_death(who: int) -> None:
+    gone, own = Door(who, "kernel", "shm", own_process()), Door(1, "kernel", "shm")
+    gone.close()
+    mesh = connect(own, [gone.card, own.card], never, 0.3)
+    own.close()
+    assert (mesh.connected, mesh.ended) == ((), ())
+
+
+def test_a_rank_that_may_open_nothing_more_says_so_and_keeps_nothing() -> None:
+    """It has found one other rank by then."""
+    found, refused, lost = Door(0, "kernel", "shm"), Door(1, "kernel", "shm"), Door(2, "kernel", "shm")
+    cards = [found.card, refused.card, lost.card]
+    with ThreadPoolExecutor(2) as pool, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
+        connecting = pool.submit(connect, refused, cards, never, PATIENCE_S)
+        mesh = pool.submit(connect, found, cards[:2], never, PATIENCE_S).result()
+        with no_descriptor_is_free():
+            late.connect(address_of(refused.card.token))
+            with pytest.raises(LoaderError, match=r"\(Too many open files\): raise the limit of open files"):
+                connecting.result(PATIENCE_S)
+    mesh.abandon()
+    for door in (found, refused, lost):
+        door.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from errno import EMFILE, ENFILE
 
 import pytest
 from hypothesis import given
@@ -173,6 +175,14 @@ def test_a_record_keeps_what_can_be_told_beside_what_cannot() -> None:
     assert record_of(odd_read_error(OddNumber(7))).errno == 7
     assert record_of(odd_read_error(OddText("x"))) == FailureRecord("ReadError", "x", None, "x", "x", "x")
     assert type(record_of(odd_read_error(Phase.READ)).phase) is str
+
+
+@pytest.mark.parametrize(("code", "advice"), [(EMFILE, "ulimit -n"), (ENFILE, "fs.file-max")])
+def test_whoever_may_open_nothing_more_is_told_what_to_do(code: int, advice: str) -> None:
+    record = record_of(OSError(code, os.strerror(code), "lib.py"))
+    assert record.message.startswith(f"[Errno {code}] {os.strerror(code)}: 'lib.py': ")
+    assert advice in record.message
+    assert (record.path, record.errno) == ("lib.py", code)
 
 
 @given(st.text(min_size=1), st.none() | INT64, TEXTS, TEXTS, TEXTS, st.none() | INT64)

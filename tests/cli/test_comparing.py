@@ -206,6 +206,12 @@ def test_bytes_that_are_no_text(tmp_path: Path, capsys: Capture) -> None:
     assert "it is not UTF-8" in capsys.readouterr().err
 
 
+def test_a_byte_order_mark_is_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.json").write_text("{}", encoding="utf-8-sig")
+    assert app.run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+
+
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / "b.json", "wb") as file:
         file.truncate(comparing.MAX_MANIFEST_BYTES + 1)

@@ -177,6 +177,7 @@ _LIMITED = """
 import resource, psutil
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.allocators import allocate_host
+from loader_service.memory.shared import SharedMemory
 
 limit = psutil.Process().memory_info().vms + (64 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -185,14 +186,21 @@ try:
     allocate_host(128 << 20)
 except MemoryLimitError as error:
     print(error.exit_code, error.errno, error)
+memory = SharedMemory.create(128 << 20)
+try:
+    memory.map()
+except MemoryLimitError as error:
+    print(error)
 """
 
 
 def test_an_address_space_limit_is_named_with_what_is_left_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    own, shared = done.stdout.splitlines()
+    assert re.match(r"6 12 128\.00 MiB of memory cannot be had .* \d+\.\d\d MiB is left of the address space", own)
     assert re.match(
-        r"6 12 128\.00 MiB of memory cannot be had .* \d+\.\d\d MiB is left of the address space", done.stdout
+        r"128\.00 MiB of memory that ranks of this node share, .* is left of the address space .*sharing", shared
     )
 
 

@@ -19,7 +19,7 @@ from loader_service.errors import MemoryLimitError
 from loader_service.memory import shared
 from loader_service.memory.admission import Room
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
-from loader_service.memory.shared import SharedMemory
+from loader_service.memory.shared import SharedMemory, refusal_of_shared
 from tests.rows.making import until
 
 MIB = 1 << 20
@@ -166,7 +166,7 @@ def test_a_system_that_tells_of_no_memory_is_not_refused(memory: SharedMemory, m
     assert resident(memory) >= MIB
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
 def test_the_systems_own_refusal_is_told_with_both_figures(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -178,6 +178,55 @@ def test_the_systems_own_refusal_is_told_with_both_figures(
     with pytest.raises(MemoryLimitError, match=rf"^1\.00 MiB .*{os.strerror(code)}\): 77\.00 MiB of memory") as caught:
         memory.reserve(0, MIB)
     assert caught.value.errno == code
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSYS, "seccomp"),
+        (errno.EPERM, "seccomp"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.ENOMEM, "of memory is available"),
+    ],
+)
+def test_a_system_without_memory_files_is_told_of_and_known_before(
+    monkeypatch: pytest.MonkeyPatch, code: int, advice: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("loader_service.memory.shared.os.memfd_create", refuse)
+    problem = refusal_of_shared(MIB)
+    assert problem is not None
+    assert problem.startswith(f"1.00 MiB of shared memory cannot be had ({os.strerror(code)}): ")
+    assert advice in problem
+    with pytest.raises(MemoryLimitError) as caught:
+        SharedMemory.create(MIB)
+    assert str(caught.value).startswith(f"{problem}, or do not share: ")
+    assert caught.value.errno == code
+
+
+@pytest.mark.usefixtures("no_leaked_descriptors")
+def test_looking_whether_memory_can_be_shared_keeps_nothing() -> None:
+    assert refusal_of_shared(MIB) is None
+
+
+_SMALL_FILES = """
+import resource
+from loader_service.memory.shared import refusal_of_shared
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+print(refusal_of_shared(1 << 20), refusal_of_shared(2 << 20))
+"""
+
+
+def test_a_limit_of_file_sizes_is_found_out() -> None:
+    done = subprocess.run([sys.executable, "-c", _SMALL_FILES], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(
+        "None 2.00 MiB of shared memory cannot be had (File too large): raise the limit of file "
+    )
 
 
 def test_more_than_the_machine_has_is_refused_for_real() -> None:
@@ -239,7 +288,7 @@ def test_a_descriptor_that_is_not_what_was_announced_is_refused_and_closed(what:
 
 _RANK = """
 import sys
-from loader_service.memory.shared import SharedMemory
+from loader_service.memory.shared import SharedMemory, refusal_of_shared
 descriptor, nbytes, start, stop, fill = map(int, sys.argv[1:])
 memory = SharedMemory.received(descriptor, nbytes)
 memory.reserve(start, stop)

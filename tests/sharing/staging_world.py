@@ -14,17 +14,19 @@ from functools import partial
 
 import numpy as np
 
-from loader_service.sharing.protocol import Action, Arrived, Message, Read, Send, Staging
+from loader_service.sharing.protocol import Action, Arrived, Kind, Message, Read, Send, Staging
 from tests.agreement.surroundings import VirtualTime
 
 LIMIT_S = 1e6
+TICK_S = 10.0  # where consumers keep blocks, messages take less than half of it
 
 
 @dataclass(frozen=True)
 class Scene:
     """`wants[b]` and `owner[b]` by block, `slots[p]` by place; `leaves_after[p]`: how many blocks it uses before it
     leaves, None: it stays. `speeds[p]`: (seconds a read, seconds a use) at most; `delay_s` of a message at most. The
-    blocks `passes` are not used: every rank that wants one says at some time that it needs it no more."""
+    blocks `passes` are not used: every rank that wants one says at some time that it needs it no more. `keeps[p]`: how
+    many blocks it keeps when it asks for the next one; then a node that stands still for good is looked for."""
 
     owner: Sequence[int]
     wants: Sequence[int]
@@ -34,6 +36,7 @@ class Scene:
     passes: Sequence[int] = ()
     delay_s: float = 1.0
     seed: int = 0
+    keeps: Sequence[int] = ()
 
 
 @dataclass
@@ -81,6 +84,29 @@ class StagingWorld:
             if self.scene.wants[block] >> rank.place & 1:
                 self._later(self.scene.speeds[rank.place][1], partial(self._pass, rank, block))
         self._use_next(rank)
+        if self.scene.keeps:
+            self._tick(rank)
+
+    def _tick(self, rank: Rank) -> None:
+        self._do(rank, rank.machine.tick(waits=self._waits(rank), keeps=bool(rank.using)))
+        self.time.call_later(TICK_S, partial(self._tick, rank))
+
+    def _waits(self, rank: Rank) -> bool:
+        return not (rank.busy or rank.left) and bool(rank.to_use) and rank.to_use[0] not in rank.arrived
+
+    @property
+    def stuck(self) -> bool:
+        return any(rank.machine.stuck for rank in self.ranks)
+
+    def _check_stuck(self) -> None:
+        """Nothing but ticks is left to happen."""
+        for rank in self.ranks:
+            assert self._waits(rank) or rank.left or not rank.to_use, f"rank {rank.place} goes on"
+            assert not rank.busy, f"rank {rank.place} is slow, and not stuck"
+            assert not rank.machine._reading, f"rank {rank.place} reads"
+        for under_way in self._under_way.values():
+            kinds = {Message.decoded(data).kind for data in under_way}
+            assert kinds <= {Kind.ASK, Kind.STANDS}, f"{kinds} are under way"
 
     def _pass(self, rank: Rank, block: int) -> None:
         self._do(rank, rank.machine.done(block))
@@ -89,6 +115,9 @@ class StagingWorld:
         self._use_next(rank)
 
     def _over(self) -> bool:
+        if self.stuck:
+            self._check_stuck()
+            return True
         return all(rank.machine.over for rank in self.ranks)
 
     def _later(self, most_s: float, callback: Callable[[], None]) -> None:
@@ -141,11 +170,17 @@ class StagingWorld:
         rank.used.append(block)
         self._look(rank, block)
         rank.busy = True
-        self._later(self.scene.speeds[rank.place][1], lambda: self._done(rank, block))
+        if not self.scene.keeps:
+            self._later(self.scene.speeds[rank.place][1], lambda: self._done(rank, block))
         self._later(self.scene.speeds[rank.place][1], lambda: self._free(rank))
 
     def _free(self, rank: Rank) -> None:
         rank.busy = False
+        if self.scene.keeps:
+            ends = not rank.to_use or len(rank.used) == self.scene.leaves_after[rank.place]
+            kept = 0 if ends else self.scene.keeps[rank.place]
+            for block in list(rank.using)[: max(0, len(rank.using) - kept)]:
+                self._done(rank, block)
         self._use_next(rank)
 
     def _look(self, rank: Rank, block: int) -> None:
@@ -170,7 +205,7 @@ class StagingWorld:
 
     def _send(self, place: int, send: Send) -> None:
         assert send.to != place
-        self.messages += 1
+        self.messages += send.message.kind < Kind.ASK
         pair = (place, send.to)
         self._under_way.setdefault(pair, deque()).append(send.message.encoded())
         self.time.call_later(self.scene.delay_s * self.chance.random(), lambda: self._receive(pair))

@@ -34,9 +34,10 @@ def facts(
     node: str = "n",
     slot: int = SLOT,
     held: bool = False,
+    refused: str | None = None,
 ) -> NodeFacts:
     supply = Supply(rank, node, (Room("", 24 * GIB, free),), 2 * GIB)
-    return NodeFacts(rank, connected, files, slot, 4, held, supply)
+    return NodeFacts(rank, connected, files, slot, 4, held, supply, refused)
 
 
 TWO = (facts(0), facts(1))
@@ -64,6 +65,8 @@ TWO = (facts(0), facts(1))
         ),
         ("auto", (facts(0), facts(1, connected=())), ALL_THE_SAME, "page_cache", "cannot share memory"),
         ("staging", (facts(0), facts(1, connected=())), ALL_THE_SAME, "none", "cannot share memory"),
+        ("auto", (facts(0), facts(1, refused="no memfd")), ALL_THE_SAME, "page_cache", "no staging: rank 1: no memfd"),
+        ("staging", (facts(0), facts(1, refused="no memfd")), ALL_THE_SAME, "none", "rank 1: no memfd"),
         ("auto", (facts(0), facts(1, slot=4096)), ALL_THE_SAME, "page_cache", "4096 bytes are too small"),
         ("auto", (facts(0), facts(1, free=2 * GIB)), ALL_THE_SAME, "none", "memory.reserve_bytes"),
         ("page_cache", (facts(0), facts(1, free=4 * GIB)), ALL_THE_SAME, "none", "3.00 GiB of host memory"),

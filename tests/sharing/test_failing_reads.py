@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,62 @@ async def test_nothing_more_is_read_ahead_once_another_rank_has_failed(
 
     check_failed(values(await all_of(seats, work)), 0, raised, located(FailureRecord("Oops", str(raised)), 0))
     assert gate.calls == 1
+
+
+# Consumers that keep their batches ------------------------------------------------------------------------------------
+
+KEPT = {0: (0, 2), 1: (4, 6)}  # all that rank 0 has slots for: block 8 cannot come. Neither rank keeps all of them.
+
+
+async def take_and_keep(rank: int, gives_back: Callable[[], Awaitable[bool]], load: ls.Load) -> None:
+    """`gives_back()` is the consumer's body once it has what it keeps: whether it gives that back, or asks for more."""
+    number = 0
+    with contextlib.ExitStack() as kept:
+        async for batch in load.batches():
+            if number in KEPT[rank]:
+                kept.enter_context(batch)
+            else:
+                batch.release()
+            if (number == KEPT[rank][-1] and await gives_back()) or number >= 8:
+                kept.close()
+            number += 1
+
+
+async def test_consumers_that_keep_each_other_from_going_on_are_told_so(checkpoint: Checkpoint) -> None:
+    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 0.4})
+
+    async def never() -> bool:
+        return False
+
+    async def work(seat: Seat) -> Left:
+        async with seat.service(config) as service:
+            return await go_through(service, partial(take_and_keep, seat.rank, never))
+
+    results = values(await all_of(make_seats(2), work))
+    check_logs([result.log for result in results])
+    verdict = results[0].verdict
+    assert verdict is not None
+    assert (verdict.error, verdict.phase) == ("StateError", "read")
+    assert "of all ranks of this node wait for more" in verdict.message
+    assert "this one keeps 2 batches" in verdict.message
+
+
+async def test_a_consumer_that_keeps_some_and_waits_for_a_slow_one_does_not_fail(checkpoint: Checkpoint) -> None:
+    """Rank 1 takes several times as long as a node may stand still, and then gives back what it has."""
+    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 0.2})
+    services: dict[int, ls.LoaderService] = {}
+
+    async def gives_back(rank: int) -> bool:
+        if rank == 1:
+            stage = sharing_of(services[0])._stage
+            assert stage is not None
+            await until(lambda: stage._machine._quiet > 4 * stage._machine._patience)
+        return rank == 1
+
+    async def work(seat: Seat) -> Left:
+        async with seat.service(config) as service:
+            services[seat.rank] = service
+            return await go_through(service, partial(take_and_keep, seat.rank, partial(gives_back, seat.rank)))
+
+    for result in values(await all_of(make_seats(2), work)):
+        assert (result.error, result.complete) == (None, True)

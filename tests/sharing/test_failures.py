@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,12 @@ import pytest
 
 import loader_service as ls
 from loader_service import node_sharing
+from loader_service.agreement import node_mesh
 from loader_service.agreement.messages import PHASES, Phase
 from loader_service.agreement.node_mesh import Mesh
 from loader_service.errors import FailureRecord
 from loader_service.reading.faults import Gate
+from loader_service.sharing.protocol import Action, Message, Staging
 from loader_service.sharing.segment import Segment, obtain
 from tests.conftest import _unfinished_threads
 from tests.e2e.doors import (
@@ -183,6 +186,58 @@ async def test_ranks_that_wait_for_the_nodes_memory_are_not_left_waiting(
         results = await asyncio.gather(*tasks)
     error = FailureRecord("LoadCancelledError", "enough") if what != "gets no memory" else refused.record()
     check_failed(results, who, refused if what == "gets no memory" else None, located(error, who, "open"))
+
+
+async def test_a_message_that_this_rank_breaks_at_is_its_failure(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = Staging.receive
+
+    def broken(self: Staging, place: int, message: Message) -> list[Action]:
+        if self.place == 1:
+            raise ZeroDivisionError("broken")
+        return receive(self, place, message)
+
+    async def work(seat: Seat) -> Left:
+        async with seat.service(config_of(checkpoint, "staging")) as service:
+            return await use(service, checkpoint)
+
+    monkeypatch.setattr(Staging, "receive", broken)
+    monkeypatch.setattr(node_mesh._log, "disabled", True)
+    results = values(await all_of(make_seats(2), work))
+    verdict = results[1].verdict
+    assert verdict is not None
+    assert (verdict.error, verdict.rank) == ("LoaderError", 1)
+    assert verdict.message == "a message of rank 0 could not be handled: ZeroDivisionError: broken"
+    assert type(results[1].error) is ls.LoaderError
+    check_failed(results, 1, None, verdict)
+
+
+async def test_where_the_system_gives_no_shared_memory_ranks_do_without_it(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = {}
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    async def work(seat: Seat) -> Left:
+        async def body(load: ls.Load) -> None:
+            reports[seat.rank] = load
+            await take_all(load)
+
+        async with seat.service(config_of(checkpoint, "staging")) as service:
+            return await go_through(service, body)
+
+    monkeypatch.setattr("loader_service.memory.shared.os.memfd_create", refuse)
+    for result in values(await all_of(make_seats(2), work)):
+        assert (result.error, result.complete) == (None, True)
+    for load in reports.values():
+        report = load.report
+        assert report.policies["sharing"].effective == "none"
+        (line,) = report.fallbacks
+        assert line.startswith("sharing: none instead of staging: rank 0: ")
+        assert "memfd_create" in line
 
 
 # While reading --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def fall_at(where: str, fall: Callable[[], None]) -> None:
 
 def be_struck(rank: Rank, address: str, folder: str, blow: Blow, number: signal.Signals) -> Seen:
     checkpoint = written(folder)
-    agreement = PATIENT if number == signal.SIGKILL and blow.where != "connecting" else IMPATIENT
+    agreement = PATIENT if number == signal.SIGKILL else IMPATIENT
     config = config_of(checkpoint, blow.way, agreement=agreement)
     where = rank.address if blow.serves else address
     group = ls.Rendezvous(where, rank.rank, RANKS, rank.address, served=not blow.serves)
@@ -148,6 +148,7 @@ def check_struck(blow: Blow, outcomes: Sequence[Outcome], ranks: Sequence[int]) 
 
 KILLED = [
     Blow("staging", "connecting", 2),
+    Blow("page_cache", "connecting", 0, child=True),
     Blow("page_cache", Phase.CATALOG, 2, child=True),
     Blow("staging", Phase.CATALOG, 0),
     Blow("page_cache", Phase.PLAN, 0),

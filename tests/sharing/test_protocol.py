@@ -62,7 +62,78 @@ def test_with_one_slot_a_rank_nothing_waits_in_a_circle(scene: Scene) -> None:
     check(StagingWorld(replace(scene, slots=[1] * len(scene.slots))).run())
 
 
+@settings(max_examples=150)
+@given(scenes(), st.lists(st.integers(0, 5), min_size=8, max_size=8))
+def test_consumers_that_keep_what_they_have_come_to_an_end_or_are_seen_to_be_stuck_for_good(
+    scene: Scene, keeps: list[int]
+) -> None:
+    """Slow ones may take longer than it takes to stand still, and nobody fails for that."""
+    world = StagingWorld(replace(scene, passes=(), keeps=keeps, delay_s=scene.delay_s / 5)).run()
+    if not world.stuck:
+        check(world)
+
+
+def crossing(keeps: Sequence[int], speed_s: float = 1.0) -> Scene:
+    """Ranks 1 and 2 keep each other from going on: a block is wanted by two ranks, by turns."""
+    pairs = (0b0011, 0b1100, 0b0101, 0b1010)
+    blocks = 48
+    owner = [block % 4 for block in range(blocks)]
+    wants = [pairs[(block + block // 4) % 4] for block in range(blocks)]
+    return Scene(owner, wants, [4] * 4, [None] * 4, [(1.0, speed_s)] * 4, keeps=keeps)
+
+
+def test_consumers_that_keep_each_other_from_going_on_are_stuck() -> None:
+    assert StagingWorld(crossing([0, 99, 99, 0])).run().stuck
+    for speed_s in (1.0, 5000.0):
+        world = StagingWorld(crossing([1, 1, 1, 1], speed_s)).run()
+        assert not world.stuck
+        check(world)
+
+
 # -- the proof that this can fail
+
+
+class StandsWhateverItDoes(Staging):
+    def receive(self, place: int, message: Message) -> list[Action]:
+        if message.kind is Kind.ASK:
+            return [Send(place, Message(Kind.STANDS, message.block))]
+        return super().receive(place, message)
+
+
+class BelievesAnOldAnswer(Staging):
+    def _move(self) -> None:
+        self._quiet = 0
+
+    def receive(self, place: int, message: Message) -> list[Action]:
+        return super().receive(place, message._replace(block=self._asked) if message.kind is Kind.STANDS else message)
+
+    def tick(self, *, waits: bool, keeps: bool) -> list[Action]:
+        before = self._standing
+        actions = super().tick(waits=waits, keeps=keeps)
+        self._standing |= before
+        return actions
+
+
+class NeverAsks(Staging):
+    def tick(self, *, waits: bool, keeps: bool) -> list[Action]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("make", "seen_as"),
+    [
+        (StandsWhateverItDoes, "is slow, and not stuck|goes on|reads|under way"),
+        (BelievesAnOldAnswer, "is slow, and not stuck|goes on|reads|under way"),
+        (NeverAsks, "after"),
+    ],
+)
+def test_a_wrong_word_about_standing_still_is_seen(make: type[Staging], seen_as: str) -> None:
+    with pytest.raises(AssertionError, match=seen_as):
+        for seed in range(20):
+            stuck = replace(crossing([0, 99, 99, 0]), seed=seed)
+            slow = replace(crossing([1] * 4, 1000.0), wants=[0b1111] * 48, slots=[2] * 4, seed=seed)
+            for scene in (stuck, slow):
+                StagingWorld(scene, make).run()
 
 
 class FreesOneAnswerEarly(Staging):
@@ -330,7 +401,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(name: str) -> None:
     assert one.receive(1, announce(10, 1)) == [Arrived(10, 1, 1)]
 
 
-@pytest.mark.parametrize("data", [b"", b"\x01", b"\x00" * 7, b"\x04" + b"\x00" * 6, b"\x01" * 8, b"\xff" * 7])
+@pytest.mark.parametrize("data", [b"", b"\x01", b"\x00" * 7, b"\x06" + b"\x00" * 6, b"\x01" * 8, b"\xff" * 7])
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(ConfusedPeerError):
         Message.decoded(data)

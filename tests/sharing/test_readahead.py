@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +73,29 @@ async def test_a_failure_ends_it_and_nothing_else(shard: Shard) -> None:
     assert ahead.read_bytes == PIECE_BYTES
     assert ahead.problem is not None
     assert "Input/output error" in ahead.problem
+
+
+@pytest.mark.parametrize("error", [MemoryError, lambda: ValueError("odd")], ids=["MemoryError", "ValueError"])
+async def test_whatever_goes_wrong_is_said(shard: Shard, error: Callable[[], BaseException]) -> None:
+    storage = FakeStorage(LocalStorage())
+    storage.fail("*", error, operation="read ahead")
+    ahead = await run(storage, shard, [(0, 0, SIZE)], threads=1)
+    assert ahead.problem == ("MemoryError" if error is MemoryError else "ValueError: odd")
+
+
+async def test_without_threads_it_says_so_and_nothing_fails(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ahead = ReadAhead([(0, 0, SIZE)], [shard], HandleCache(LocalStorage(), 8), threads=2, retries=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        ahead.start()
+    assert ahead.over
+    assert await ahead.stop(PATIENCE_S) == []
+    assert ahead.read_bytes == 0
+    assert ahead.problem is not None
+    assert "ulimit -u" in ahead.problem
 
 
 async def test_stopping_drops_what_is_left(shard: Shard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,13 +13,14 @@ from typing import TypeVar
 import pytest
 
 from loader_service.agreement.node_mesh import Mesh
-from loader_service.errors import LoadCancelledError, MemoryLimitError
+from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitError
 from loader_service.memory import shared
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, allocate_host
 from loader_service.memory.shared import SharedMemory
-from loader_service.sharing.segment import CHANNEL, Segment, obtain
+from loader_service.sharing.segment import CHANNEL, InThread, Segment, obtain
 from tests.reading.making import PATIENCE_S
 from tests.sharing.staging import SLOT_BYTES, connected
+from tests.support.descriptors import no_descriptor_is_free
 
 pytestmark = pytest.mark.usefixtures("no_leaked_descriptors", "no_leaked_tasks")
 T = TypeVar("T")
@@ -150,3 +152,40 @@ async def test_memory_that_is_too_small_is_refused() -> None:
         small.close()
         with pytest.raises(MemoryLimitError):
             await obtain(ranks[1], [0, 1], [1, 1], SLOT_BYTES, in_thread)
+
+
+async def test_who_may_open_nothing_more_says_so_and_does_not_wait() -> None:
+    async with meshes(2) as ranks:
+        obtaining = asyncio.create_task(obtain(ranks[1], [0, 1], [1, 1], SLOT_BYTES, in_thread))
+        await obtain(ranks[0], [0, 1], [1, 1], SLOT_BYTES, holding_back(obtaining))
+        with pytest.raises(MemoryLimitError, match=r"rank 0 hands .* \(ulimit -n\)$") as caught:
+            await obtaining
+        assert caught.value.errno == errno.EMFILE
+
+
+def holding_back(other: asyncio.Task[Segment]) -> InThread:
+    """Threads of the rank that hands over, which begin when the other rank has ended; until then nothing is opened."""
+
+    async def run(work: Callable[[], T], *, what: str) -> T:
+        with no_descriptor_is_free():
+            await asyncio.wait([other], timeout=PATIENCE_S)
+        return await in_thread(work, what=what)
+
+    return run
+
+
+async def test_the_wait_for_what_never_comes_has_an_end() -> None:
+    async with meshes(2) as ranks:
+        with pytest.raises(LoaderError, match="rank 0 has not handed over the memory"):
+            await obtain(ranks[1], [0, 1], [1, 1], SLOT_BYTES, in_thread, 0.05)
+
+
+async def test_memory_that_cannot_be_handed_over_is_an_error_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Mesh, rank: int, channel: int, data: bytes, descriptor: int | None = None) -> bool:
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
+    async with meshes(2) as ranks:
+        monkeypatch.setattr(Mesh, "send", refuse)
+        with pytest.raises(MemoryLimitError, match="could not be handed over") as caught:
+            await obtain(ranks[0], [0, 1], [1, 1], SLOT_BYTES, in_thread)
+        assert caught.value.errno == errno.ETOOMANYREFS
