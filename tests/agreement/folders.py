@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -13,9 +14,9 @@ PATIENCE_S = 30.0
 
 
 def told(folder: str, name: str, text: str = "") -> None:
-    path = Path(folder, name)
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
+    part = Path(folder, f"{name}.{os.getpid()}.part")  # several ranks may tell the same
+    part.write_text(text)
+    part.rename(Path(folder, name))
 
 
 def heard(folder: str, name: str) -> str:
