@@ -7,7 +7,7 @@ array operations, and the split arithmetic runs once a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn, TypeAlias
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.refusal import shown
-from loader_service.checkpoint.slices import picked
+from loader_service.checkpoint.slices import numbers_of, picked
 from loader_service.config.schema import AssignRule, Rule, SplitRule
 from loader_service.errors import ConfigError
 from loader_service.planning.captured import NO_MATCH, captured_numbers
@@ -122,11 +122,35 @@ def decide(catalog: Catalog, ids: Int64s, load_name: str, rules: Sequence[Rule],
             for tensor in matched.tolist():
                 builder.tables.setdefault(tensor, table)
         if rule.assign is not None:
-            _assign(builder, names, f"{where}.assign", rule.match, rule.assign, matched, mesh)
+            applied = _assign(builder, names, f"{where}.assign", rule.match, rule.assign, matched, mesh)
+            warnings += _too_late(f"{where}.assign", rule.match, matched, applied, rule.assign.axis)
         if rule.split is not None:
             term = _split_term(f"{where}.split", rule.split, mesh)
-            builder.apply(term, matched, names)
+            applied = builder.apply(term, matched, names)
+            warnings += _too_late(term.where, rule.match, matched, applied, term.axes)
+            warnings += _without_dim(term, (catalog.shapes[i] for i in numbers_of(ids[applied])))
     return builder.decisions(warnings)
+
+
+def _too_late(where: str, pattern: str, matched: Int64s, applied: Int64s, axes: tuple[str, ...]) -> Iterator[str]:
+    """A rule that matches and decides nothing is one that its author believes to be at work."""
+    if len(matched) and not len(applied):
+        yield (
+            f"{where}: decides nothing: for all {len(matched)} names that {shown(pattern)} matches, rules before it "
+            f"decided axis {', '.join(axes)} already; put it before them, or remove it"
+        )
+
+
+def _without_dim(term: Term, shapes: Iterable[tuple[int, ...]]) -> Iterator[str]:
+    count = 0
+    for count, shape in enumerate(shapes, 1):  # noqa: B007 - counts
+        if len(shape) > term.dim:
+            return
+    if count:
+        yield (
+            f"{term.where}: none of the {count} tensors that it is for has a dimension {term.dim} (they are counted "
+            "from 0), so every rank takes them whole; correct `dim`"
+        )
 
 
 class _Names:
@@ -233,11 +257,11 @@ class _Builder:
 
 def _assign(
     builder: _Builder, names: _Names, where: str, pattern: str, rule: AssignRule, matched: Int64s, mesh: Mesh
-) -> None:
+) -> Int64s:
+    """The tensors that it decides."""
     parts = _parts(where, rule.axis, mesh)
     if rule.to is not None:
-        builder.apply(Term(where, rule.axis, parts, takers=_takers(where, rule.to, parts)), matched, names)
-        return
+        return builder.apply(Term(where, rule.axis, parts, takers=_takers(where, rule.to, parts)), matched, names)
     index, how = rule.index, rule.effective_how
     if index is None or how is None:  # validation refuses such a rule; this is for models made without it
         raise ConfigError(f"{where}: needs `index` or `to`", phase="plan")
@@ -252,6 +276,7 @@ def _assign(
     if limit is not None and (over := np.flatnonzero(numbers >= limit)).size:
         _refuse_number(where, names[int(tensors[over[0]])], int(numbers[over[0]]), limit, how)
     builder.by_number(tensors, _owners(where, how, numbers, rule.boundaries, count or 0, parts))
+    return tensors
 
 
 def _owners(

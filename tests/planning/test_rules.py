@@ -147,6 +147,27 @@ def test_an_axis_of_one_rank_is_cut_into_nothing() -> None:
     assert plan.for_rank(0).storage_shape(0) == (4,)
 
 
+def test_a_rule_that_comes_too_late_is_a_warning_and_one_that_decides_the_rest_is_none() -> None:
+    tensors = one_shard(("l.q.weight", "U8", (4, 6)), ("l.o.weight", "U8", (4, 6)), ("l.o.bias", "U8", (4,)))
+
+    def warnings(*rules: dict[str, object]) -> tuple[str, ...]:
+        return plan_of(tensors, {"rules": list(rules)}, {"tp": 2}).warnings
+
+    first = rule("*.weight", split={"axis": "tp", "dim": 0})
+    (late,) = warnings(first, rule("*.o.weight", split={"axis": "tp", "dim": 1}))
+    assert late.startswith("loads.target.rules[1].split: decides nothing: for all 1 names that '*.o.weight' matches")
+    (late,) = warnings(first, rule("*.o.weight", assign={"axis": "tp", "to": [0]}))
+    assert late.startswith("loads.target.rules[1].assign: decides nothing")
+    assert warnings(first, rule("*.o.*", split={"axis": "tp", "dim": 0})) == ()
+
+
+@pytest.mark.parametrize(("pattern", "dim", "warns"), [("*", 1, False), ("*.bias", 1, True), ("*", 2, True)], ids=str)
+def test_a_dimension_that_no_tensor_has_is_a_warning(pattern: str, dim: int, warns: bool) -> None:
+    tensors = one_shard(("l.weight", "U8", (4, 6)), ("l.bias", "U8", (4,)))
+    found = plan_of(tensors, {"rules": [rule(pattern, split={"axis": "tp", "dim": dim})]}, {"tp": 2}).warnings
+    assert [f"has a dimension {dim}" in each for each in found] == [True] * warns
+
+
 def test_a_rule_that_matches_nothing_is_a_warning() -> None:
     load = {
         "skip": ["mtp.*"],
