@@ -42,7 +42,9 @@ log = logging.getLogger("loader_service.engine")
 T = TypeVar("T")
 RowReaderT = TypeVar("RowReaderT", bound=RowReader)
 
-AUTO_THREADS = 6  # what keeps four reads in flight while others zero fresh memory; more only adds contention
+AUTO_THREADS = (
+    8  # with fewer the disk waits while threads zero fresh memory; what the page cache holds is copied by fewer
+)
 HEADER_THREADS = 8  # headers are small and latency-bound
 SERVICE_CLOSED = "the service was closed"
 BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"

@@ -27,9 +27,12 @@ from loader_service.reading.file_range import FileRange, Window
 
 
 class RangeSource(Protocol):
-    """Where ranges of files come from. `read_within` fills the window and returns how many bytes it read for that."""
+    """Where ranges of files come from. `read_within` fills the window and returns how many bytes it read for that;
+    `read_parts` fills several, which begin at the given bytes of the file and follow each other there."""
 
     def read_within(self, where: FileRange, window: Window) -> int: ...
+
+    def read_parts(self, where: FileRange, parts: Sequence[tuple[int, Window]]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,27 @@ class DirectTransfer:
 
     def run(self, source: RangeSource, shard: Shard) -> int:
         return source.read_within(FileRange(shard.path, shard.identity, self.start, self.tensor), self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsTransfer:
+    """Bytes of a shard that follow each other there, (start, window) each, straight into several pieces of memory.
+    `tensor` is whose the first are."""
+
+    shard: int
+    parts: Sequence[tuple[int, Window]]
+    tensor: str
+
+    @property
+    def start(self) -> int:
+        return self.parts[0][0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for _, window in self.parts)
+
+    def run(self, source: RangeSource, shard: Shard) -> int:
+        return source.read_parts(FileRange(shard.path, shard.identity, self.start, self.tensor), self.parts)
 
 
 class Copy(NamedTuple):
@@ -126,7 +150,7 @@ def _queued_on(stream: torch.cuda.Stream | None) -> Iterator[None]:
         yield
 
 
-Transfer = DirectTransfer | CopyTransfer | BlockTransfer
+Transfer = DirectTransfer | PartsTransfer | CopyTransfer | BlockTransfer
 
 
 def image_transfers(
@@ -134,13 +158,46 @@ def image_transfers(
 ) -> Iterator[Transfer]:
     """Fills an image. `memory` is all of its buffer, which begins with a block: the image's blocks may be overwritten
     whole, and no other. `name` tells a tensor's. What is in `shared` comes from there."""
-    first, nbytes = block_floor(image.offset), image.stop - image.start
-    blocks = memory[first : block_ceil(image.offset + nbytes)]
-    window = Window(blocks, image.offset - first, nbytes)
+    window = _window_of(image, memory)
     whole = (Stretch(image.start, image.stop, PRIVATE, -1),)
     for stretch in whole if shared is None else shared.within(image.shard, image.start, image.stop):
         part = window.part(stretch.start - image.start, stretch.stop - image.start)
         yield from _filled(image.shard, stretch, part, chunk_bytes, lambda at: name(image.tensor_at(at)))
+
+
+def joined_transfers(
+    images: Sequence[Image], buffers: Sequence[memoryview], chunk_bytes: int, name: Callable[[int], str]
+) -> Iterator[Transfer]:
+    """Fills images of which each has a buffer of its own. What small ones have in neighbouring blocks of a file is read
+    together: 385 MiB of small tensors took 0.27 s in reads of 1 MiB, and the disk needs 0.12."""
+    group: list[Image] = []
+    for image in images:
+        if group and not _follows(group[-1], image, group[0].start, chunk_bytes):
+            yield from _group_transfers(group, buffers, chunk_bytes, name)
+            group = []
+        group.append(image)
+    if group:
+        yield from _group_transfers(group, buffers, chunk_bytes, name)
+
+
+def _follows(before: Image, image: Image, start: int, most_bytes: int) -> bool:
+    neighbours = image.shard == before.shard and block_floor(image.start) <= block_ceil(before.stop)
+    return neighbours and block_ceil(image.stop) - block_floor(start) <= most_bytes
+
+
+def _group_transfers(
+    group: Sequence[Image], buffers: Sequence[memoryview], chunk_bytes: int, name: Callable[[int], str]
+) -> Iterator[Transfer]:
+    if len(group) == 1:
+        yield from image_transfers(group[0], buffers[group[0].memory], chunk_bytes, name)
+        return
+    parts = [(image.start, _window_of(image, buffers[image.memory])) for image in group]
+    yield PartsTransfer(group[0].shard, parts, name(group[0].tensors[0]))
+
+
+def _window_of(image: Image, memory: memoryview) -> Window:
+    first, nbytes = block_floor(image.offset), image.stop - image.start
+    return Window(memory[first : block_ceil(image.offset + nbytes)], image.offset - first, nbytes)
 
 
 def memory_transfers(

@@ -73,7 +73,7 @@ class ReadsConfig(FrozenModel):
         WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1, "maximum": MAX_THREADS}]}),
     ] = Field(
         default="auto",
-        description="Reading threads of a rank. auto: 4, or a rank's share of threads_per_node where that is less.",
+        description="Reading threads of a rank. auto: 8, or a rank's share of threads_per_node where that is less.",
     )
     threads_per_node: Annotated[
         int,

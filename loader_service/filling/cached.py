@@ -101,3 +101,6 @@ class CachingReader:
             np.copyto(np.frombuffer(kept, np.uint8), np.frombuffer(window.view, np.uint8))
             self._cached.insert(shard, start, kept)
         return read_bytes
+
+    def read_parts(self, where: FileRange, parts: Sequence[tuple[int, Window]]) -> int:
+        return sum(self.read_within(where.moved(start - where.start), window) for start, window in parts)

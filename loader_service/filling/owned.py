@@ -16,7 +16,7 @@ from loader_service.memory.pool import Reservation
 from loader_service.planning.arenas import ARENA_BYTES, OwnedLayout, needs_copies, owned_units
 from loader_service.planning.images import Image
 from loader_service.planning.plan import RankPlan
-from loader_service.transfers import Transfer, image_transfers
+from loader_service.transfers import Transfer, image_transfers, joined_transfers
 
 MAX_OWNED_A_UNIT = 4096  # tensors, which cost the service's loop next to nothing: they are laid out by arena
 
@@ -168,6 +168,10 @@ class OwnedFilling:
 
     def _transfers(self, unit: OwnedLayout, images: Sequence[Image], buffers: list[memoryview]) -> Iterator[Transfer]:
         """In plan order: what the node shares comes in that order."""
+        if self._shared is None:
+            yield from joined_transfers(images, buffers, self._chunk_bytes, self._plan.name)
+            yield from self._in_parts(unit, buffers, unit.in_parts)
+            return
         in_parts = unit.in_parts
         for image in images:
             before = bisect_left(in_parts, image.tensors[0])

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader_service.errors import EndOfFileError, LoaderError, ReadError
+from loader_service.reading.blocks import Blocks, address_of, neighbours, whole_blocks
 from loader_service.reading.file_range import Access, Drop, FileRange, How, RangeStatistics, Window, describe
 from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.handles import HandleCache
@@ -114,7 +115,7 @@ class RangeReader:
         with self._lock:
             self._paths_read.add(where.path)
         start = where.start
-        congruent = (_address(window.memory) + window.lead - start) % DIRECT_BLOCK_BYTES == 0
+        congruent = (address_of(window.memory) + window.lead - start) % DIRECT_BLOCK_BYTES == 0
         copied = self._copy_held(where, window.view)
         for piece in self._pieces(where.moved(copied), start + window.nbytes):
             part, at = window.part(piece.start - start, piece.stop - start), where.moved(piece.start - start)
@@ -128,7 +129,25 @@ class RangeReader:
             self._forget(where, window.nbytes)
         return window.nbytes
 
+    def read_parts(self, where: FileRange, parts: Sequence[tuple[int, Window]]) -> int:
+        """As `read_within`, for several windows, (start in the file, window) each, that follow each other in the file
+        from `where.start` on: with one call, if all of it goes past the page cache and their blocks are neighbours."""
+        stop = parts[-1][0] + parts[-1][1].nbytes
+        blocks = neighbours(parts) if self._is_past_the_cache(where, stop) else None
+        if blocks is None or not self._read_blocks(where, stop, blocks):
+            return sum(self.read_within(where.moved(start - where.start), window) for start, window in parts)
+        nbytes = sum(window.nbytes for _, window in parts)
+        with self._lock:
+            self._paths_read.add(where.path)
+        self._count(where, direct_bytes=nbytes)
+        return nbytes
+
     # -- which way
+
+    def _is_past_the_cache(self, where: FileRange, stop: int) -> bool:
+        if self._access == "buffered" or where.path in self._refused:
+            return False
+        return self._access == "direct" or self._cached(where, where.start, stop) == 0
 
     def _pieces(self, where: FileRange, stop: int) -> Iterator[_Piece]:
         start = where.start
@@ -225,7 +244,7 @@ class RangeReader:
         if where.path in self._refused:
             return False
         start, stop = where.start, where.start + window.nbytes
-        first, last = _whole_blocks(start, window)
+        first, last = whole_blocks(start, window)
         head, tail = max(0, start - first), max(0, last - stop)
         try:
             if first < last:
@@ -249,6 +268,27 @@ class RangeReader:
             if edge_start < edge_stop:
                 edge = window.view[edge_start - start : edge_stop - start]
                 self._read_edge(where.moved(edge_start - start), edge)
+        return True
+
+    def _read_blocks(self, where: FileRange, stop: int, blocks: Blocks) -> bool:
+        """False where it cannot be done so: part by part it can, or the error names the tensor."""
+        head, tail = where.start - blocks.start, blocks.stop - stop
+        try:
+            read_fully(
+                self.handles,
+                where.path,
+                where.expected,
+                blocks.start,
+                blocks.views,
+                retries=0,
+                tensor=where.tensor,
+                direct=True,
+                spare=(head, tail),
+            )
+        except ReadError:
+            return False
+        for block, same in blocks.twice:
+            block[:] = same
         return True
 
     def _read_edge(self, where: FileRange, view: memoryview) -> None:
@@ -305,20 +345,6 @@ class RangeReader:
                 self._of_tensor.setdefault((where.path, where.tensor), Counter()).update(more)
 
 
-def _whole_blocks(start: int, window: Window) -> tuple[int, int]:
-    """Which bytes [first, last) of the file are read straight into the window, in whole blocks: those that it has room
-    for. What is wanted before `first` and from `last` on is less than a block each; without any whole block both are
-    the end of the wanted bytes' first block, at most that of the wanted bytes."""
-    stop = start + window.nbytes
-    begun, next_begun = start - start % DIRECT_BLOCK_BYTES, start + -start % DIRECT_BLOCK_BYTES
-    ended, next_ended = stop - stop % DIRECT_BLOCK_BYTES, stop + -stop % DIRECT_BLOCK_BYTES
-    first = begun if start - begun <= window.lead else next_begun
-    last = next_ended if next_ended - stop <= len(window.memory) - window.lead - window.nbytes else ended
-    if first >= stop or last <= start:
-        first = last = min(stop, next_begun)
-    return first, last
-
-
 def _takes_writes(view: memoryview) -> bool:
     """Whether the system can write to this memory, with zeros. Copying to it would else end the process."""
     try:
@@ -339,8 +365,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
-    return address
