@@ -48,6 +48,7 @@ class LoadReading:
     def __init__(
         self,
         engine: Engine,
+        load: str,
         plan: RankPlan,
         tables: Tables,
         sharing: NodeSharing,
@@ -59,6 +60,7 @@ class LoadReading:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._engine = engine
+        self._load = load
         self._plan = plan
         self._tables = tables
         self._sharing = sharing
@@ -128,6 +130,9 @@ class LoadReading:
             self._cached.leave_nothing("what comes from memory that the node shares is not kept")
             return
         await self._engine.in_thread(self._cached.make_room, what="making room in the raw weight cache")
+        if not self._cached.adds:
+            reason = self._cached.outcome.reason
+            log.warning("load '%s' leaves nothing in the raw weight cache: %s", self._load, reason)
 
     # Ending
 

@@ -147,7 +147,10 @@ class NodeSharing:
         """The policy as it is reported, given what came of it."""
         if self.access is None:
             return done
-        why = "what ranks of a node share is read through the page cache, once"
+        if self.way == "page_cache":
+            why = "what ranks of a node share is read through the page cache, once"
+        else:
+            why = "ranks of a node want the same bytes, so these are read through the page cache"
         return PolicyOutcome(self._engine.config.reads.access, done.effective, f"{why}; {done.reason}")
 
     @property

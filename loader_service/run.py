@@ -173,6 +173,7 @@ class LoadRun:
         self.tables = Tables(self._engine, plan, self.rank_plan, self._report_progress)
         return LoadReading(
             self._engine,
+            self.name,
             self.rank_plan,
             self.tables,
             sharing,

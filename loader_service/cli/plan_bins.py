@@ -103,8 +103,3 @@ def union(parts: Sequence[Ranges]) -> Ranges:
     """What any of them has."""
     (found,) = at_least([(part, 1) for part in parts], 1)
     return found
-
-
-def inside(ranges: Ranges, of: Ranges) -> int:
-    """How many bytes two sets of ranges have in common."""
-    return int((below(of, ranges[1]) - below(of, ranges[0])).sum())

@@ -6,17 +6,18 @@ Blocks and stripes are those of the loader itself, for as many ranks as a node i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from loader_service.cli.plan_bins import NOTHING, Bins, Floats, Ranges, at_least, nbytes, union
+from loader_service.cli.plan_draft import Served, served_by_cache
 from loader_service.errors import ConfigError
 from loader_service.planning.plan import LoadPlan, RankPlan
 from loader_service.planning.shared_ranges import Line
 from loader_service.planning.sharing import PRIVATE, NodeBlocks, node_blocks, portions
 from loader_service.planning.stripes import Stripe, stripes
-from loader_service.sharing.decision import LEAST_SLOT_BYTES
+from loader_service.sharing.decision import LEAST_SLOT_BYTES, Opinion, Request, Wanted, opinion_if_all_can
 
 NODE_RANKS = 8
 """So many consecutive ranks are drawn as one node, each of them in a row of its own."""
@@ -26,11 +27,14 @@ _MORE_ROWS = 7  # for the ranks beyond, in groups
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The first ranks as if they were one node: what each reads for all, in blocks and in stripes.
+    """The first ranks as if they were one node: which way of sharing is asked for, and what follows from the plans.
 
-    `reads_apart` is what each of them reads for itself beside the blocks.
+    What each rank reads for all is there for the way that would be taken: `block_ranges`, and in `reads_apart` the
+    bytes that it reads for itself beside them, for staging; `stripe_ranges` for the page cache. Empty else.
     """
 
+    requested: Request
+    opinion: Opinion
     blocks: NodeBlocks
     block_ranges: tuple[Ranges, ...]
     stripe_ranges: tuple[Ranges, ...]
@@ -41,12 +45,14 @@ class Node:
 class Row:
     """One rank, or several in a group. Shares are of each bin; bytes are those of the rank that has most.
 
-    `whole` is what is taken as it lies in the file, `columns` ranges of which a column slice is taken, `tables` rows
-    that stay in host memory: where ranks of a group differ, a bin counts in the first of these.
+    `several` and `alone` are taken as they lie in the file, by several ranks of the plan or by one; of `columns` a
+    column slice is taken, `tables` are rows that stay in host memory: where ranks of a group differ, a bin counts in
+    the first of these.
     """
 
     ranks: range
-    whole: Floats
+    several: Floats
+    alone: Floats
     columns: Floats
     tables: Floats
     payload_bytes: int
@@ -58,7 +64,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """All of a plan that is drawn. `several` and `tables` are parts of `taken`, which is what any rank takes, with the
-    rows of column slices; `titles` are wider bins, and `takers[r, t]` says whether rank r takes any of number t."""
+    rows of column slices; `draft_served` has each rank; `titles` are wider bins, and `takers[r, t]` says whether rank r
+    takes any of number t."""
 
     plan: LoadPlan
     line: Line
@@ -71,6 +78,7 @@ class Figures:
     node: Node | None
     draft_name: str
     draft: Ranges
+    draft_served: tuple[Served, ...]
     titles: Bins
     titles_first: np.ndarray
     takers: np.ndarray
@@ -91,6 +99,17 @@ class _Place:
         return union([self.whole, self.columns])
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What the ranks of a row take together, and the most that one of them has."""
+
+    ranks: range
+    whole: Ranges
+    columns: Ranges
+    tables: Ranges
+    most_bytes: tuple[int, int, int, int]  # as a place's
+
+
 @dataclass(slots=True)
 class _Takers:
     """Bytes by how many ranks take them, as far as ranks were added."""
@@ -98,7 +117,6 @@ class _Takers:
     streamed: Ranges = NOTHING
     several: Ranges = NOTHING
     tables: Ranges = NOTHING
-    rows: list[Row] = field(default_factory=list)
 
     def add(self, places: Sequence[_Place]) -> None:
         known = [(self.streamed, 1), (self.several, 1)]
@@ -107,22 +125,29 @@ class _Takers:
 
 
 def figures_of(
-    plan: LoadPlan, *, slot_bytes: int | None, draft: LoadPlan | None = None, most_bins: int, most_titles: int
+    plan: LoadPlan,
+    *,
+    slot_bytes: int | None,
+    sharing: Request = "auto",
+    draft: LoadPlan | None = None,
+    most_bins: int,
+    most_titles: int,
 ) -> Figures:
-    """The figures of a plan. `slot_bytes` is what a rank's staging slot has (None: nothing is shared), `draft` another
-    load's plan over the same checkpoint. Blocking: it plans every rank. Raises ConfigError for another checkpoint."""
+    """The figures of a plan. `slot_bytes` is what a rank's staging slot has (None: no ranks are taken for a node),
+    `sharing` how they are asked to share, `draft` another load's plan over the same checkpoint. Blocking: it plans
+    every rank. Raises ConfigError for another checkpoint."""
     if draft is not None and draft.catalog.digest != plan.catalog.digest:
         raise ConfigError(f"loads {plan.load!r} and {draft.load!r} read different checkpoints: draw each alone")
     catalog = plan.catalog
     line = Line(catalog)
     bins = Bins.of(line, most_bins)
     titles, titles_first = bins.together(most_titles)
-    takers = _Takers()
+    takers, groups = _Takers(), []
     found = np.zeros((plan.world_size, len(titles)), dtype=np.bool_)
     for ranks in _grouped(plan.world_size):
         places = _places(plan, line, ranks)
         takers.add(places)
-        takers.rows.append(_row(ranks, bins, places))
+        groups.append(_group(ranks, places))
         for each in places:
             found[each.ranks] = titles.bytes_in(union([each.streamed, each.tables])) > 0
     headers = np.array([shard.header_bytes for shard in catalog.shards], dtype=np.int64)
@@ -130,14 +155,15 @@ def figures_of(
         plan=plan,
         line=line,
         bins=bins,
-        rows=tuple(takers.rows),
+        rows=tuple(_row(each, bins, takers.several) for each in groups),
         taken=union([takers.streamed, takers.tables]),
         several=takers.several,
         tables=takers.tables,
         header=(line.shard_start[:-1], line.shard_start[:-1] + headers),
-        node=None if slot_bytes is None else _node(plan, line, slot_bytes),
+        node=None if slot_bytes is None else _node(plan, line, slot_bytes, sharing),
         draft_name="" if draft is None else draft.load,
         draft=NOTHING if draft is None else _tensors(line, draft),
+        draft_served=() if draft is None else served_by_cache(draft, after=plan),
         titles=titles,
         titles_first=titles_first,
         takers=found,
@@ -175,15 +201,21 @@ def _place(line: Line, plan: RankPlan) -> _Place:
     return _Place([plan.rank], kinds[0], kinds[1], kinds[2], sizes)
 
 
-def _row(ranks: range, bins: Bins, places: Sequence[_Place]) -> Row:
+def _group(ranks: range, places: Sequence[_Place]) -> _Group:
+    kinds = [union([getattr(each, kind) for each in places]) for kind in ("whole", "columns", "tables")]
+    most = [max(sizes) for sizes in zip(*(each.plan_bytes for each in places), strict=True)]
+    return _Group(ranks, kinds[0], kinds[1], kinds[2], (most[0], most[1], most[2], most[3]))
+
+
+def _row(group: _Group, bins: Bins, several: Ranges) -> Row:
+    (common,) = at_least([(group.whole, 1), (several, 1)], 2)
     shares, reached, before = [], NOTHING, np.zeros(len(bins))
-    for kind in ("whole", "columns", "tables"):
-        reached = union([reached, *(getattr(each, kind) for each in places)])
+    for ranges in (common, group.whole, group.columns, group.tables):
+        reached = union([reached, ranges])
         share = bins.share(reached)
         shares.append(share - before)
         before = share
-    most = [max(sizes) for sizes in zip(*(each.plan_bytes for each in places), strict=True)]
-    return Row(ranks, shares[0], shares[1], shares[2], *most)
+    return Row(group.ranks, shares[0], shares[1], shares[2], shares[3], *group.most_bytes)
 
 
 def _tensors(line: Line, plan: LoadPlan) -> Ranges:
@@ -195,7 +227,7 @@ def _tensors(line: Line, plan: LoadPlan) -> Ranges:
     return union([(start[some], stop[some])])
 
 
-def _node(plan: LoadPlan, line: Line, slot_bytes: int) -> Node | None:
+def _node(plan: LoadPlan, line: Line, slot_bytes: int, requested: Request) -> Node | None:
     """None where there is one rank, or nothing that two of them want."""
     plans = [plan.for_rank(rank).streamed for rank in range(min(plan.world_size, NODE_RANKS))]
     if len(plans) < 2:
@@ -203,20 +235,28 @@ def _node(plan: LoadPlan, line: Line, slot_bytes: int) -> Node | None:
     blocks = node_blocks(plans, slot_bytes=max(slot_bytes, LEAST_SLOT_BYTES))
     if not len(blocks):
         return None
+    wanted = Wanted(blocks.union_bytes, blocks.wanted_bytes, blocks.shared_bytes)
+    found = opinion_if_all_can(requested, len(plans), wanted, slot_bytes=slot_bytes)
+    block_ranges, stripe_ranges, apart = [], [], []
+    if found.way == "staging":
+        block_ranges, apart = _block_ranges(line, blocks), [_apart(each, blocks) for each in plans]
+    elif found.way == "page_cache":
+        stripe_ranges = [_striped(line, own) for own in stripes(plans, ranks=len(plans))]
+    return Node(requested, found, blocks, tuple(block_ranges), tuple(stripe_ranges), tuple(apart))
+
+
+def _block_ranges(line: Line, blocks: NodeBlocks) -> list[Ranges]:
+    """By rank, the blocks that it reads."""
     owner = np.repeat(blocks.owner, np.diff(blocks.first_range))
     start = line.at(blocks.range_shard, blocks.range_start)
     stop = line.at(blocks.range_shard, blocks.range_stop)
-    apart = []
-    for each in plans:
-        own = portions(each, blocks)
-        private = own.block == PRIVATE
-        apart.append(int((own.stop[private] - own.start[private]).sum()))
-    return Node(
-        blocks,
-        tuple((start[owner == place], stop[owner == place]) for place in range(len(plans))),
-        tuple(_striped(line, own) for own in stripes(plans, ranks=len(plans))),
-        tuple(apart),
-    )
+    return [(start[owner == place], stop[owner == place]) for place in range(blocks.ranks)]
+
+
+def _apart(plan: RankPlan, blocks: NodeBlocks) -> int:
+    own = portions(plan, blocks)
+    private = own.block == PRIVATE
+    return int((own.stop[private] - own.start[private]).sum())
 
 
 def _striped(line: Line, own: Sequence[Stripe]) -> Ranges:

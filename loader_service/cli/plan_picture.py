@@ -30,7 +30,7 @@ _WIDTH, _MARGIN = 800, 16  # of a picture that stands alone
 _FILE, _BAR, _THIN = 12, 10, 4  # heights
 _HATCHES, _LEAST_HATCH = 90, 3  # lines over the longest file, and how high they are at least
 _HEAD, _ONE, _SEVERAL, _COLUMNS, _TABLES = "head", "f0", "f1", "f3", "f2"
-_DRAFT, _BLOCKS, _STRIPES, _SKIP = "draft", "f1", "f4", "skip"
+_DRAFT, _FOR_ALL, _SKIP = "draft", "f4", "skip"
 
 Heights = Sequence[np.ndarray]
 
@@ -106,8 +106,8 @@ class Picture:
         }
         self._draft = _shares(bins, [figures.draft] if figures.draft_name else [])
         node = figures.node
-        self._blocks = _shares(bins, [] if node is None else node.block_ranges)
-        self._stripes = _shares(bins, [] if node is None else node.stripe_ranges)
+        # Of blocks and stripes there are only those of the way that would be taken.
+        self._for_all = _shares(bins, [] if node is None else node.block_ranges or node.stripe_ranges)
 
     def file(self, shard: int, *, names: bool = False, axis: bool = True) -> tuple[str, int]:
         """(markup, height) of one file: the strip of the file, of each rank that takes or reads any of it, and the
@@ -160,7 +160,7 @@ class Picture:
             return f'<rect class="{css}" x="0" y="{(16 - height) // 2}" width="28" height="{height}"/>'
 
         lines = "".join(f'<path class="skip" d="M{x} 14l6 -12"/>' for x in range(0, 24, 6))
-        found = [("header", block(_HEAD)), ("taken by the rank; of the file, by one alone", block(_ONE))]
+        found = [("header", block(_HEAD)), ("taken by one rank alone", block(_ONE))]
         if len(figures.several[0]):
             found.append(("taken by several ranks", block(_SEVERAL)))
         if any(row.columns.any() for row in figures.rows):
@@ -170,9 +170,10 @@ class Picture:
         found.append(("taken by nobody", lines))
         if figures.draft_name:
             found.append((f"load {plain(figures.draft_name)}", block(_DRAFT, _THIN)))
-        if figures.node is not None:
-            found.append(("staging: blocks that the rank reads for all", block(_BLOCKS, _THIN)))
-            found.append(("page_cache: stripes that it reads ahead", block(_STRIPES, _THIN)))
+        if figures.node is not None and figures.node.block_ranges:
+            found.append(("staging: blocks that the rank reads for all", block(_FOR_ALL, _THIN)))
+        if figures.node is not None and figures.node.stripe_ranges:
+            found.append(("page_cache: stripes that the rank reads ahead for all", block(_FOR_ALL, _THIN)))
         return found
 
     def _strip(self, strips: _Strips, shard: int) -> None:
@@ -184,15 +185,15 @@ class Picture:
     def _takes(self, row: Row, number: int, shard: int) -> bool:
         """Whether a row has anything of a shard."""
         own = self._own(shard)
-        lanes = [lanes[number] for lanes in (self._blocks, self._stripes) if number < len(lanes)]
-        return any(bool(share[own].any()) for share in (row.whole, row.columns, row.tables, *lanes))
+        lanes = self._for_all[number : number + 1]
+        return any(bool(share[own].any()) for share in (row.several, row.alone, row.columns, row.tables, *lanes))
 
     def _rank(self, strips: _Strips, row: Row, number: int, shard: int) -> None:
         own = self._own(shard)
-        strips.lane(_BAR, {_ONE: row.whole[own], _COLUMNS: row.columns[own], _TABLES: row.tables[own]})
-        for css, lanes in ((_BLOCKS, self._blocks), (_STRIPES, self._stripes)):
-            if number < len(lanes):
-                strips.lane(_THIN, {css: lanes[number][own]})
+        shares = {_SEVERAL: row.several, _ONE: row.alone, _COLUMNS: row.columns, _TABLES: row.tables}
+        strips.lane(_BAR, {css: share[own] for css, share in shares.items()})
+        if number < len(self._for_all):
+            strips.lane(_THIN, {_FOR_ALL: self._for_all[number][own]})
 
     @cached_property
     def _titles(self) -> Titles:

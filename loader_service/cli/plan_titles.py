@@ -28,7 +28,7 @@ class Titles:
         node = figures.node
         self._blocks = [] if node is None else [stretches.bytes_in(own) > 0 for own in node.block_ranges]
         self._stripes = [] if node is None else [stretches.bytes_in(own) > 0 for own in node.stripe_ranges]
-        if node is not None:
+        if node is not None and node.block_ranges:
             line, blocks = figures.line, node.blocks
             numbers = np.repeat(np.arange(len(blocks)), np.diff(blocks.first_range))
             starts = line.at(blocks.range_shard, blocks.range_start)

@@ -60,9 +60,8 @@ def _page(config: ServiceConfig, plan: LoadPlan) -> str:
             except LoaderError as error:
                 notes.append(f"Load {name} is not drawn: {error}")
             break
-    shares = config.reads.sharing != "none"
-    slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes) if shares else None
-    return page_of(plan, slot_bytes=slot_bytes, draft=draft, notes=notes)
+    slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes)
+    return page_of(plan, slot_bytes=slot_bytes, sharing=config.reads.sharing, draft=draft, notes=notes)
 
 
 def planned_ranks(config: ServiceConfig, environ: Mapping[str, str]) -> int:

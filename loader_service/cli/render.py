@@ -235,12 +235,13 @@ _OF_WHAT = {
 
 
 def _policies(documents: Sequence[Mapping[str, object]]) -> list[Table | str]:
-    """Every policy that was not done as it was written, and what it is about; ranks that did the same, together."""
+    """Every policy that was not done as it was written, and what it is about; ranks that did the same, together. How
+    ranks shared is always said: what a load costs its node hangs on it."""
     ranks_of: dict[tuple[str, str, str, str], list[str]] = {}
     for document in documents:
         for name, policy in cast("Mapping[str, Mapping[str, str]]", document["policies"]).items():
             outcome = (name, policy["requested"], policy["effective"], policy["reason"])
-            if policy["requested"] != policy["effective"]:
+            if name == "sharing" or policy["requested"] != policy["effective"]:
                 ranks_of.setdefault(outcome, []).append(str(document["rank"]))
     if not ranks_of:
         return []

@@ -362,7 +362,7 @@ def _outcome(
     elif lacking_bytes:
         reason += (
             f", {lacking} are not added: with {format_size(stays_bytes)} that must stay they are more than "
-            f"cache.capacity_bytes, {format_size(claim.capacity_bytes)}"
+            f"cache.capacity_bytes, {format_size(claim.capacity_bytes)}; it takes {stays_bytes + lacking_bytes} bytes"
         )
     if evicted_bytes:
         reason += f"; {format_size(evicted_bytes)} of other loads were evicted"
@@ -370,7 +370,10 @@ def _outcome(
 
 
 def _held_text(wanted_bytes: int, lacking_bytes: int) -> str:
-    return f"{format_size(wanted_bytes - lacking_bytes)} of {format_size(wanted_bytes)} were held"
+    held, wanted = format_size(wanted_bytes - lacking_bytes), format_size(wanted_bytes)
+    if lacking_bytes and held == wanted:  # as it is rounded
+        return f"all but {format_size(lacking_bytes)} of {wanted} were held"
+    return f"{held} of {wanted} were held"
 
 
 def _clipped(held: HeldRange, start: int, stop: int) -> Segment:

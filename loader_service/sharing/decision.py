@@ -141,6 +141,15 @@ def opinion(requested: Request, node: Sequence[NodeFacts], wanted: Wanted) -> Op
     return Opinion("page_cache", why)
 
 
+def opinion_if_all_can(requested: Request, ranks: int, wanted: Wanted, *, slot_bytes: int) -> Opinion:
+    """What a node of so many ranks does that see the same files, can share memory, have all the room that it takes,
+    and hold nothing in their caches: as far as plans tell."""
+    everybody = tuple(range(ranks))
+    supplies = [Supply(rank, "", (), 0) for rank in everybody]
+    node = [NodeFacts(each.rank, everybody, "", slot_bytes, 1, held=False, supply=each) for each in supplies]
+    return opinion(requested, node, wanted)
+
+
 def together(opinions: Sequence[Opinion]) -> tuple[Way, str]:
     """(the way of all ranks, why): the weakest that any node can, as its lowest rank told it."""
     weakest: tuple[int, Opinion] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from loader_service.cli import app
-from loader_service.cli.plan_bins import NOTHING, Bins, Ranges, at_least, below, inside
+from loader_service.cli.plan_bins import NOTHING, Bins, Ranges, at_least, below
 from loader_service.cli.plan_figures import Figures, figures_of
 from loader_service.cli.plan_page import page_of
 from loader_service.cli.plan_picture import Picture, standalone
@@ -92,7 +92,6 @@ class TestBins:
     def test_bytes_below_a_place(self) -> None:
         found = below(ranges((2, 4), (10, 13)), np.array([0, 2, 3, 4, 9, 11, 13, 99]))
         assert found.tolist() == [0, 0, 1, 2, 2, 3, 5, 5]
-        assert inside(ranges((3, 11)), ranges((2, 4), (10, 13))) == 2
 
     def test_files_are_cut_to_scale_and_wider_bins_consist_of_whole_ones(self) -> None:
         checkpoint = make_checkpoint({"a": [("a", "U8", (900,))], "b": [("b", "U8", (30,))]})
@@ -141,6 +140,7 @@ class TestGeometry:
         assert in_lane(markup, "f2", FILE_TOP, 12) == [(start, start + 80)]
         assert in_lane(markup, "f2", FIRST_RANK_TOP + 14, 10) == [(start + 40, start + 80)]
         assert in_lane(markup, "f1", FILE_TOP, 12) == [(whole, whole + 20)]
+        assert in_lane(markup, "f1", FIRST_RANK_TOP, 10) == [(whole, whole + 20)], "the same colour below"
 
     def test_a_bar_is_as_high_as_the_part_of_its_bytes(self) -> None:
         checkpoint = one_shard(("a", "U8", (400,)), ("b", "U8", (1000,)), ("c", "U8", (3,)))
@@ -183,7 +183,32 @@ class TestGeometry:
         start = at(checkpoint, "mtp.0.w")
         assert in_lane(Picture(figures).file(0)[0], "draft", 13, 4) == [(start, start + 80)]
         page = "".join(Parsed(page_of(plan, slot_bytes=None, draft=draft)).text)
-        assert "Load target takes 80 bytes of tensors, of which this load takes 50 bytes" in page
+        assert "Load target takes 80 bytes of tensors." in page
+        assert "at most 50 bytes of 80 bytes on ranks 0-1." in page
+
+    def test_what_the_cache_can_serve_of_the_draft_is_what_it_holds_on_that_rank(self) -> None:
+        names = [("mtp.columns", "U8", (4, 10)), ("mtp.rows", "U8", (6, 10)), ("mtp.mine", "U8", (7,))]
+        checkpoint = one_shard(*names, ("z", "U8", (9,)))
+        rules = [
+            {"match": "mtp.rows", "split": {"axis": "tp", "dim": 0}},
+            {"match": "mtp.columns", "split": {"axis": "tp", "dim": 1}},
+            {"match": "mtp.mine", "assign": {"axis": "tp", "to": [1]}},
+        ]
+        draft = plan_of(checkpoint, {"key_prefixes": ["mtp"], "rules": rules}, {"tp": 2})
+        alike = plan_of(checkpoint, {"rules": rules}, {"tp": 2})
+        whole = plan_of(checkpoint, {}, {"tp": 2})
+        # Rows 30, columns 35 from first to last; rank 1 has the 7 bytes besides.
+        assert drawn(alike, checkpoint, draft=draft).draft_served == ((65, 30), (72, 37))
+        assert drawn(whole, checkpoint, draft=draft).draft_served == ((65, 65), (72, 72))
+        page = "".join(Parsed(page_of(alike, slot_bytes=None, draft=draft)).text)
+        assert "at most 30 bytes of 65 bytes on rank 0; 37 bytes of 72 bytes on rank 1." in page
+
+    def test_where_ranks_are_served_in_many_ways_least_and_most_are_said(self) -> None:
+        checkpoint = one_shard(*((f"mtp.{i}", "U8", (i + 1,)) for i in range(12)))
+        rules = [{"match": f"mtp.{i}", "assign": {"axis": "tp", "to": [i]}} for i in range(12)]
+        plan = plan_of(checkpoint, {"key_prefixes": ["mtp"], "rules": rules}, {"tp": 12})
+        page = "".join(Parsed(page_of(plan, slot_bytes=None, draft=plan)).text)
+        assert "reads for that at most 1 byte to 12 bytes." in page
 
     def test_the_scale_ends_with_the_longest_file(self) -> None:
         checkpoint = make_checkpoint({"a": [("a", "U8", (3 << 20,))], "b": [("b", "U8", (7,))]})
@@ -200,17 +225,90 @@ def test_blocks_and_stripes_are_those_of_the_loader() -> None:
     tensors = [("both", "U8", (150 * KIB,)), ("rows", "U8", (8, 10)), ("more", "U8", (90 * KIB,))]
     checkpoint = one_shard(*tensors)
     plan = plan_of(checkpoint, {"rules": RULES}, {"tp": 2}, gap_bytes=0)
-    figures = drawn(plan, checkpoint, slot_bytes=64 * KIB)
-    markup, _ = Picture(figures).file(0)
+    by_blocks, by_stripes = (
+        Picture(drawn(plan, checkpoint, slot_bytes=64 * KIB, sharing=way)).file(0)[0]
+        for way in ("staging", "page_cache")
+    )
     blocks = node_blocks(node_plans(plan), slot_bytes=64 * KIB)
     assert len(blocks) >= 4
     for place, own in enumerate(stripes(node_plans(plan), ranks=2)):
-        bottom = FIRST_RANK_TOP + place * 24 + 11
+        bottom = FIRST_RANK_TOP + place * 19 + 11
         expected = [each for block in np.flatnonzero(blocks.owner == place) for each in blocks.ranges(int(block))]
-        assert in_lane(markup, "f1", bottom, 4) == [(each.start, each.stop) for each in expected]
-        assert in_lane(markup, "f4", bottom + 5, 4) == [(each.start, each.stop) for each in own]
-    table = "".join(Parsed(page_of(plan, slot_bytes=64 * KIB)).text)
-    assert f"lie in {len(blocks)} blocks that are read once" in table
+        assert in_lane(by_blocks, "f4", bottom, 4) == [(each.start, each.stop) for each in expected]
+        assert in_lane(by_stripes, "f4", bottom, 4) == [(each.start, each.stop) for each in own]
+
+
+SHARED = one_shard(("both", "U8", (150 * KIB,)))
+
+
+@pytest.mark.parametrize(
+    ("sharing", "least_bytes", "says", "heads", "not_drawn"),
+    [
+        (
+            "staging",
+            None,
+            ["they share staging memory", "lie in 3 blocks that are read once"],
+            ["for all", "for itself"],
+            "page_cache",
+        ),
+        (
+            "page_cache",
+            None,
+            ["they read ahead into the page cache", "each byte once, by turns"],
+            ["reads ahead for all"],
+            "staging",
+        ),
+        ("none", None, ["each of them reads for itself: as configured."], [], "blocks"),
+        ("auto", None, ["its ranks want only 153600 bytes twice, and 64.00 MiB are the least"], [], "blocks"),
+        ("auto", 153601, ["its ranks want only 153600 bytes twice"], [], "blocks"),
+        (
+            "auto",
+            153600,
+            ["they share staging memory, if all of them can, since they want 153600 bytes twice: "],
+            ["for all", "for itself"],
+            "page_cache",
+        ),
+    ],
+)
+def test_sharing_is_drawn_for_the_way_that_would_be_taken_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    sharing: str,
+    least_bytes: int | None,
+    says: list[str],
+    heads: list[str],
+    not_drawn: str,
+) -> None:
+    if least_bytes is not None:
+        monkeypatch.setattr("loader_service.sharing.decision.LEAST_SAVED_BYTES", least_bytes)
+    page = page_of(plan_of(SHARED, {}, {"tp": 2}), slot_bytes=64 * KIB, sharing=sharing)  # type: ignore[arg-type]
+    words = "".join(Parsed(page).text)
+    assert f"With reads.sharing {sharing} " in words
+    assert all(each in words for each in says)
+    assert not_drawn not in words.replace("reads.sharing", "")
+    head = page.split("<thead>")[1].split("</thead>")[0]
+    assert head.count("<th>") == 3 + len(heads)
+    assert all(each in head for each in heads)
+    assert ('class="f4"' in page) == bool(heads)
+
+
+def test_every_colour_of_the_legend_has_one_meaning() -> None:
+    table = {"match": "table", "host_resident": {"layout": "per_rank"}, "split": {"axis": "tp", "dim": 0}}
+    names = [("columns", "U8", (4, 10)), ("rows", "U8", (6, 10)), ("table", "U8", (8, 10)), ("both", "U8", (9,))]
+    checkpoint = one_shard(*names)
+    plan = plan_of(checkpoint, {"rules": [*RULES, table]}, {"tp": 2})
+    draft = plan_of(checkpoint, {"key_prefixes": ["both"]}, {"tp": 2})
+    for way in ("staging", "page_cache"):
+        legend = Picture(drawn(plan, checkpoint, slot_bytes=64 * KIB, sharing=way, draft=draft)).legend()
+        colours = [re.findall(r'class="(\w+)"', mark)[0] for _, mark in legend]
+        assert len(colours) == 8
+        assert len(set(colours)) == len(colours)
+
+
+def test_the_heading_says_what_is_loaded_by_whom() -> None:
+    page = Parsed(page_of(plan_of(SHARED, {}, {"pp": 2, "tp": 3}), slot_bytes=None))
+    words = "".join(page.text)
+    assert "Load target on 6 ranks (pp 2, tp 3): who reads what" in words
+    assert "Checkpoint /checkpoints." in words
 
 
 def test_a_node_without_common_bytes_has_no_lanes() -> None:
@@ -225,7 +323,8 @@ class TestTitles:
         checkpoint = one_shard(*((f"w.{i}", "U8", (20 * KIB,)) for i in range(8)))
         rules = [{"match": "w.0", "assign": {"axis": "tp", "to": [1]}}]
         plan = plan_of(checkpoint, {"rules": rules, "skip": ["w.7"]}, {"tp": 2})
-        figures = drawn(plan, checkpoint, slot_bytes=64 * KIB, most_titles=8)
+        figures = drawn(plan, checkpoint, slot_bytes=64 * KIB, sharing="staging", most_titles=8)
+        ahead = drawn(plan, checkpoint, slot_bytes=64 * KIB, sharing="page_cache", most_titles=8)
         titles = [title.splitlines() for title in Titles(figures).of(0)]
         assert len(titles) == 8
         size = one_byte_bins(checkpoint)
@@ -237,8 +336,9 @@ class TestTitles:
         assert titles[3][2] == f"taken by ranks 0-1: {size // 8} bytes, {size // 8} bytes by several"
         found = node_blocks(node_plans(plan), slot_bytes=64 * KIB)
         crossed = next(i for i in range(8) if i * size // 8 < list(found.ranges(0))[-1].stop < (i + 1) * size // 8)
-        assert titles[1][3:] == ["staging: block 0, read by rank 0", "page_cache: read ahead by rank 0"]
-        assert titles[crossed][3:] == ["staging: blocks 0 to 1, read by ranks 0-1", "page_cache: read ahead by rank 0"]
+        assert titles[1][3:] == ["staging: block 0, read by rank 0"]
+        assert titles[crossed][3:] == ["staging: blocks 0 to 1, read by ranks 0-1"]
+        assert list(Titles(ahead).of(0))[1].splitlines()[3:] == ["page_cache: read ahead by rank 0"]
         assert titles[7][1:] == ["2 tensors, w.6 to w.7", *titles[7][2:]]
         left = plan_of(checkpoint, {"skip": ["w.[0-6]"]} | {"key_prefixes": ["w.7"]})
         assert "taken by nobody" in list(Titles(drawn(left, checkpoint, most_titles=8)).of(0))[3]
@@ -328,10 +428,11 @@ class TestCommand:
         assert app.run(["plan", str(config), "--load", "all", "--html", str(page), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["world_size"] == 2
         words = "".join(check_alone(page.read_text()).text)
-        assert "Load all: who reads what" in words
-        assert "Load draft takes 12 bytes of tensors, of which this load takes 12 bytes" in words
+        assert "Load all on 2 ranks (tp 2): who reads what" in words
+        assert f"Checkpoint {tmp_path / 'checkpoint'}." in words
+        assert "Load draft takes 12 bytes of tensors." in words
         assert "b.safetensors, bytes 0 to" in words
-        assert "staging: blocks" in words
+        assert "With reads.sharing auto each of them reads for itself" in words
         assert app.run(["plan", str(config), "--load", "all", "--html", str(page)]) == 0
         assert "Plan of load all for 2 ranks" in capsys.readouterr().out
 

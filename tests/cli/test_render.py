@@ -60,6 +60,15 @@ def test_a_policy_says_what_it_is_about_and_one_that_was_done_as_written_is_not_
     assert "warning: [odd] name" in out
 
 
+@pytest.mark.parametrize("way", ["none", "page_cache", "staging"])
+def test_how_ranks_shared_is_shown_also_where_it_was_done_as_written(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = {"requested": way, "effective": way, "reason": "as configured"}
+    show_reports([report(rank, sharing=shared) for rank in range(2)])
+    assert ["streamed tensors", "sharing", way, way, "as configured", "all"] in rows(capsys.readouterr().out)
+
+
 def test_what_ranks_did_alike_stands_once_and_the_rest_beside_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     other = {**AUTO, "effective": "mixed", "reason": "a part was cached"}
     show_reports([report(0), report(1, tables_per_rank=other), report(2)])

@@ -34,7 +34,7 @@ def pictures(folder: Path) -> Mapping[str, str]:
     target, draft = plan_of(config, "target", RANKS), plan_of(config, "draft", RANKS)
     slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes)
     drawn = figures_of(draft, slot_bytes=None, most_bins=BINS, most_titles=1)
-    shared = figures_of(target, slot_bytes=slot_bytes, draft=draft, most_bins=BINS, most_titles=1)
+    shared = figures_of(target, slot_bytes=slot_bytes, sharing="staging", draft=draft, most_bins=BINS, most_titles=1)
     return {
         "draft.svg": standalone(drawn, f"A draft load on {RANKS} ranks: who reads what"),
         "sharing.svg": standalone(shared, f"Its target on {RANKS} ranks of one node: who reads what, and who for all"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,9 +28,7 @@ DRAFT = ("mtp.0.", "mtp.1.")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts")
     make_demo_checkpoint(folder / "checkpoint", total_bytes=3_000_000)
-    shown = yaml.safe_load(EXAMPLE.text)
-    assert shown["mesh"] == {"tp": 4}
-    (folder / "model.yaml").write_text(yaml.safe_dump(shown | {"mesh": {"tp": 1}}))
+    (folder / "model.yaml").write_text(EXAMPLE.text)
     return folder
 
 
@@ -41,7 +40,7 @@ def empty_cache() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("block", blocks(PAGE, "python"), ids=lambda block: f"line-{block.line}")
-def test_an_example_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs_as_it_stands(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     names: dict[str, object] = {}
     execute(block, PAGE, names)
@@ -55,7 +54,7 @@ def test_an_example_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_on_every_rank_the_example_s_target_takes_all_that_its_draft_does(folder: Path) -> None:
-    config = ls.config_from_dict(yaml.safe_load(EXAMPLE.text), base_dir=str(folder))
+    config = ls.config_from_dict(yaml.safe_load(EXAMPLE.text) | {"mesh": {"tp": 4}}, base_dir=str(folder))
     target, draft = plan_of(config, "target", 4), plan_of(config, "draft", 4)
     for rank in range(4):
         wanted, held = draft.for_rank(rank), target.for_rank(rank)
@@ -64,6 +63,20 @@ def test_on_every_rank_the_example_s_target_takes_all_that_its_draft_does(folder
             found = held.index_of(wanted.name(i))
             assert found is not None
             assert held.spec(found) == wanted.spec(i)
+
+
+def test_the_example_shows_why_a_cache_is_too_small(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = yaml.safe_load(EXAMPLE.text) | {"cache": {"capacity_bytes": 1000}}
+    (folder / "small.yaml").write_text(yaml.safe_dump(small))
+    monkeypatch.chdir(folder)
+    first = blocks(PAGE, "python")[0]
+    execute(replace(first, text=first.text.replace("model.yaml", "small.yaml")), PAGE, {})
+    of_target, of_draft = capsys.readouterr().out.strip().splitlines()
+    assert "reuse only" in of_target
+    assert "more than cache.capacity_bytes, 1000 bytes" in of_target
+    assert not of_draft.startswith("0 0")
 
 
 @pytest.mark.parametrize("block", OTHER_YAML, ids=lambda block: f"line-{block.line}")

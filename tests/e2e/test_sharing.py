@@ -161,7 +161,17 @@ async def test_striping_reads_ahead_through_the_page_cache_whatever_the_access(l
         assert report.policies["sharing"].effective == "page_cache"
         assert report.policies["access"].requested == access
         assert report.policies["access"].effective == "buffered"
+        assert "what ranks of a node share is read through the page cache, once" in report.policies["access"].reason
         assert report.read_bytes == large.payload_bytes
+
+
+async def test_where_nothing_is_shared_the_access_does_not_say_that_it_is(large: Checkpoint) -> None:
+    wanted = {name: large.tensor(name) for name in large.tensors}
+    for _, report in await load_all(config_of(large, "none"), make_seats(2), "owned", [wanted] * 2):
+        reason = report.policies["access"].reason
+        assert reason.startswith("ranks of a node want the same bytes, so these are read through the page cache; ")
+        assert "share" not in reason
+        assert "once" not in reason
 
 
 async def test_a_batch_that_is_kept_while_the_load_is_left_is_named(large: Checkpoint) -> None:

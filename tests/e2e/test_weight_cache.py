@@ -210,12 +210,25 @@ async def test_what_was_used_last_long_ago_goes_before_the_new_load_is_read(
     assert weight_cache().statistics().held_bytes <= capacity
 
 
-async def test_a_load_larger_than_the_cache_leaves_it_as_it_is(checkpoint: Checkpoint) -> None:
+async def test_a_load_larger_than_the_cache_leaves_it_as_it_is_and_is_warned_of_once(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
     await run(config_of(checkpoint), checkpoint, "draft", "owned")
     before = weight_cache().statistics()
+    assert not caplog.records
     target, _ = await run(config_of(checkpoint, capacity="3MiB"), checkpoint, "target", "owned")
     assert target.policies["cache"].effective == "reuse only"
     assert weight_cache().statistics().held_bytes == before.held_bytes
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("load 'target' leaves nothing in the raw weight cache: ")
+    assert "cache.capacity_bytes, 3.00 MiB; it takes " in said
+    enough = int(said.split("it takes ")[1].split()[0])
+    clear_weight_cache()
+    fits, _ = await run(config_of(checkpoint, capacity=enough), checkpoint, "target", "owned")
+    assert fits.policies["cache"].effective == "on"
+    clear_weight_cache()
+    lacks, _ = await run(config_of(checkpoint, capacity=enough - 1), checkpoint, "target", "owned")
+    assert lacks.policies["cache"].effective == "reuse only"
 
 
 async def test_it_is_off_unless_asked_for(checkpoint: Checkpoint) -> None:

@@ -175,6 +175,12 @@ class TestRoom:
         assert again.outcome.reason == "100 bytes of 100 bytes were held"
         assert (cache.statistics().entries, cache.statistics().evictions) == (2, 0)
 
+    def test_sizes_that_are_equal_only_when_rounded_are_not_said_to_be(self) -> None:
+        cache, most = WeightCache(), 3 << 20
+        load(cache, most, (FILE, 0, most - 192))
+        with cache.make_room(wanting((FILE, 0, most)), most) as admission:
+            assert admission.outcome.reason == "all but 192 bytes of 3.00 MiB were held, 192 bytes are added"
+
     @pytest.mark.parametrize(("wanted", "admitted"), [(100, True), (101, False)])
     def test_a_load_that_is_too_large_is_not_cached_and_evicts_nothing(self, wanted: int, admitted: bool) -> None:
         cache = WeightCache()
@@ -188,7 +194,7 @@ class TestRoom:
                 "requested": "on",
                 "effective": "reuse only",
                 "reason": "0 bytes of 101 bytes were held, 101 bytes are not added: with 0 bytes that must "
-                "stay they are more than cache.capacity_bytes, 100 bytes",
+                "stay they are more than cache.capacity_bytes, 100 bytes; it takes 101 bytes",
             }
             assert cache.statistics().reserved_bytes == 0
 

@@ -16,6 +16,7 @@ from loader_service.sharing.decision import (
     Way,
     neighbours,
     opinion,
+    opinion_if_all_can,
     together,
 )
 
@@ -77,6 +78,26 @@ def test_what_a_node_can_do(
     requested: Request, node: tuple[NodeFacts, ...], wanted: Wanted, way: Way | None, reason: str
 ) -> None:
     found = opinion(requested, node, wanted)
+    assert found.way == way
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "wanted", "slot_bytes", "way", "reason"),
+    [
+        ("auto", ALL_THE_SAME, SLOT, "staging", "are different"),
+        ("auto", ALL_THE_SAME, 4096, "page_cache", "too small to share"),
+        ("auto", Wanted(GIB, GIB + LEAST_SAVED_BYTES - 1, GIB), SLOT, None, "want only 64.00 MiB twice"),
+        ("auto", Wanted(GIB, GIB + LEAST_SAVED_BYTES, GIB), SLOT, "staging", "are different"),
+        ("staging", Wanted(GIB, GIB + 1, 1), SLOT, "staging", "as configured"),
+        ("page_cache", ALL_THE_SAME, SLOT, "page_cache", "as configured"),
+        ("none", ALL_THE_SAME, SLOT, "none", "as configured"),
+    ],
+)
+def test_what_plans_alone_tell_is_what_a_node_does_that_lacks_nothing(
+    requested: Request, wanted: Wanted, slot_bytes: int, way: Way | None, reason: str
+) -> None:
+    found = opinion_if_all_can(requested, 4, wanted, slot_bytes=slot_bytes)
     assert found.way == way
     assert reason in found.reason
 
