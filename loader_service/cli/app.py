@@ -85,7 +85,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged to stderr.", case_sensitive=False)]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file; see `loader-service schema`.")]
-LoadName = Annotated[str, typer.Option("--load", help="Which of the file's loads.", metavar="NAME")]
+LoadName = Annotated[
+    str | None, typer.Option("--load", help="Which of the YAML file's loads (default: its only one).", metavar="NAME")
+]
 
 app = typer.Typer(
     name=PROGRAM,
@@ -130,7 +132,7 @@ def inspect_command(
 @app.command("plan")
 def plan_command(
     config: Config,
-    load: LoadName,
+    load: LoadName = None,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -158,7 +160,7 @@ def plan_command(
 @app.command("load")
 def load_command(
     config: Config,
-    load: LoadName,
+    load: LoadName = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every tensor with what safetensors itself reads.")
     ] = False,
@@ -175,7 +177,7 @@ def load_command(
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
 ) -> _Invocation:
-    """Run a load. Several ranks: torchrun --nproc-per-node N -m loader_service load CONFIG --load NAME."""
+    """Run a load. Several ranks: torchrun --nproc-per-node N -m loader_service load CONFIG [--load NAME]."""
 
     def work() -> int:
         from loader_service.cli.load import LoadOptions, run_load
@@ -194,10 +196,7 @@ def bench_command(
             help="A checkpoint's folder or one .safetensors file, loaded whole; or the YAML file.",
         ),
     ],
-    load: Annotated[
-        str | None,
-        typer.Option("--load", help="Which of the YAML file's loads (default: its only one).", metavar="NAME"),
-    ] = None,
+    load: LoadName = None,
     form: Annotated[
         BenchForm,
         typer.Option(

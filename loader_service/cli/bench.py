@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +21,13 @@ from loader_service.cli import ranks
 from loader_service.cli.bench_figures import Bench, RankRound
 from loader_service.cli.bench_limits import CacheState, Conditions, LimitBench, prepare_files
 from loader_service.cli.checking import check_writable, write_text
+from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
 from loader_service.cli.plans import plan_of
 from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
 from loader_service.config.schema import AgreementConfig, ServiceConfig, check_world_size
-from loader_service.config.yaml_file import config_from_dict, load_config
+from loader_service.config.yaml_file import config_from_dict
 from loader_service.engine import node_name
 from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
 from loader_service.measuring.conditions import cached_share, condition_memory
@@ -88,14 +90,7 @@ def _checked(options: BenchOptions, place: ranks.Place) -> tuple[ServiceConfig, 
             raise ConfigError(f"--load: {options.target} is a checkpoint, which has no loads: give a YAML file")
         checkpoint = {"path": str(options.target.absolute())}
         return config_from_dict({"checkpoint": checkpoint, "loads": {"all": {}}}), "all"
-    config = load_config(options.target)
-    load = options.load
-    if load is None:
-        if len(config.loads) > 1:
-            names = ", ".join(config.loads)
-            raise ConfigError(f"{options.target} has several loads: say which with --load, one of {names}")
-        load = next(iter(config.loads))
-    config.checkpoint_of(load)
+    config, load = load_of(options.target, options.load)
     check_world_size(config, place.world_size, coords_given=False)
     return config, load
 
@@ -161,7 +156,9 @@ class _BenchProcess(RankProcess):
         if place.rank == 0:
             machine = await self._in_thread(lambda: this_machine(self._files))
             files_bytes = sum(_sizes(plan, here).values())
-            bench = Bench(self._name, options.form, options.cache, here, machine, files_bytes)
+            path = _in_words(self._config.checkpoint_of(self._name).path)
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            bench = Bench(path, now, self._name, options.form, options.cache, here, machine, files_bytes)
         for number in range(options.rounds):
             log.info("round %d of %d", number + 1, options.rounds)
             if number % 2:
@@ -267,6 +264,12 @@ class _BenchProcess(RankProcess):
             from loader_service.cli.bench_table import show_bench
 
             show_bench(result)
+
+
+def _in_words(path: str | tuple[str, ...]) -> str:
+    if isinstance(path, str):
+        return path
+    return path[0] if len(path) == 1 else f"{path[0]} and {len(path) - 1} more"
 
 
 def _sizes(plan: LoadPlan, of_ranks: Sequence[int]) -> dict[str, int]:

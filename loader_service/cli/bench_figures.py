@@ -116,8 +116,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured, and where: `here` are the ranks of rank 0's machine, `files_bytes` all files that they read."""
+    """What is measured, and where: `here` are the ranks of rank 0's machine, `files_bytes` all files that they read.
+    `checkpoint` is its path in words, `began_at` the time in ISO 8601."""
 
+    checkpoint: str
+    began_at: str
     load: str
     form: str
     cache: str
@@ -133,11 +136,11 @@ class Bench:
         # The round in the middle stands for all: its figures belong together, medians of each would not.
         ordered = sorted(rounds, key=lambda ranks: max(each.seconds for each in ranks))
         middle = ordered[(len(ordered) - 1) // 2]
-        loaded = self._loaded(middle)
         known = limits.limits()
+        loaded = self._loaded(middle, rounds)
         return Result(self, tuple(map(tuple, rounds)), tuple(middle), measured, known, loaded, judge(loaded, known))
 
-    def _loaded(self, middle: Sequence[RankRound]) -> Loaded:
+    def _loaded(self, middle: Sequence[RankRound], rounds: Sequence[Sequence[RankRound]]) -> Loaded:
         here = [each for each in middle if each.rank in self.here]
         slowest = max(here, key=lambda each: each.seconds)
         known = [each.cached_before for each in here if each.cached_before is not None]
@@ -158,6 +161,7 @@ class Bench:
             tensors=slowest.tensors,
             huge_pages=self.machine.huge_pages,
             read_ahead_bytes=self.machine.read_ahead_bytes,
+            rounds_s=tuple(max(each.seconds for each in ranks if each.rank in self.here) for ranks in rounds),
         )
 
 
@@ -212,6 +216,8 @@ class Result:
         """The JSON document."""
         bench = self.bench
         return {
+            "checkpoint": bench.checkpoint,
+            "began_at": bench.began_at,
             "load": bench.load,
             "form": bench.form,
             "cache": bench.cache,

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from loader_service.cli.bench_figures import Result
-from loader_service.cli.bench_table import sentences
+from loader_service.cli.bench_table import COLUMNS, rows, sentences
 from loader_service.cli.picture import Page, render
 from loader_service.measuring.verdict import source_limit
+from loader_service.sizes import format_size
 
 
 def page_of(result: Result) -> str:
-    """The HTML document: the sentences, the limits, and the round in the middle over time, rank by rank."""
-    bench = result.bench
-    rows = []
-    for each in result.measured:
-        if each.rates:
-            rate, cpu = median(each.values("gib_per_s")), median(each.values("cpu_s_per_gib"))
-            rows.append((f"limit: {each.label}", f"{rate:.2f}", f"{cpu:.2f}"))
-    for rank in result.middle:
-        of_rank = f" of rank {rank.rank}" if len(result.middle) > 1 else ""
-        rows.append((f"the load{of_rank}", f"{rank.gib_per_s:.2f}", f"{rank.cpu_s_per_gib:.2f}"))
-    top = source_limit(result.loaded, result.limits)
+    """The HTML document: what was measured where, the sentences, the limits, and the round in the middle over time,
+    rank by rank."""
+    tops, name = _source_of_ranks(result)
     page = Page(
-        title=f"Load {bench.load}: what bounds it",
-        sentences=[*sentences(result), "The charts show the load of the round in the middle, in steps of equal time."],
-        columns=("measured", "GiB/s", "CPU s/GiB"),
-        rows=rows,
+        title=f"Load {result.bench.load}: what bounds it",
+        sentences=[
+            *_conditions(result),
+            *sentences(result),
+            "The charts show the load of the round in the middle, in steps of equal time.",
+        ],
+        columns=COLUMNS,
+        rows=rows(result),
         timelines=[rank.timeline for rank in result.middle],
-        top_gib_per_s=top,
-        top_name="what the source gives",
+        tops_gib_per_s=tops,
+        top_name=name,
     )
     return render(page)
+
+
+def _conditions(result: Result) -> list[str]:
+    """What a reader needs who was not there."""
+    bench, machine = result.bench, result.bench.machine
+    handed_bytes = sum(rank.payload_bytes for rank in result.middle)
+    of_machine = [_counted(machine.cores, "core"), f"{format_size(machine.memory_bytes)} of memory"]
+    of_machine += [f"kernel {machine.kernel}"] if machine.kernel else []
+    of_machine += [f"huge pages {machine.huge_pages}"] if machine.huge_pages else []
+    return [
+        f"Checkpoint {bench.checkpoint}, measured {bench.began_at}.",
+        f"{format_size(handed_bytes)} on {_counted(len(result.middle), 'rank')}, form {bench.form}, page cache "
+        f"{bench.cache}, {_counted(len(result.rounds), 'round')}.",
+        f"Machine of rank 0: {', '.join(of_machine)}.",
+    ]
+
+
+def _source_of_ranks(result: Result) -> tuple[dict[int, float], str]:
+    """GiB/s that the source gives each rank of rank 0's machine, where it was measured, if all have the same; and what
+    that is called."""
+    whole, here = source_limit(result.loaded, result.limits), result.bench.here
+    tops = {rank: whole / len(here) for rank in here} if whole else {}
+    return tops, "what the source gives" if len(here) == 1 else f"1/{len(here)} of what the source gives all ranks"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -11,6 +11,7 @@ from loader_service.cli.bench_figures import Measured, RankRound, Result
 from loader_service.cli.render import show, table
 from loader_service.sizes import format_size
 
+COLUMNS = ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches")
 _OF_PHASES = ("config", "catalog", "plan", "open", "read", "finish")
 
 
@@ -20,18 +21,21 @@ def show_bench(result: Result) -> None:
     rounds = len(result.rounds)
     made = table(
         f"Load {escape(bench.load)}, {bench.form}, {bench.cache}: {rounds} round{'s' if rounds > 1 else ''}",
-        "measured",
-        "GiB/s",
-        "least-most",
-        "CPU s/GiB",
-        "load, of it",
+        *COLUMNS,
     )
-    for each in result.measured:
-        if each.rates:
-            made.add_row(*_limit_cells(each), f"{100 * result.of_limits.get(each.name, 0.0):.0f} %")
-    for each_rank in result.middle:
-        made.add_row(*_load_cells(result, each_rank))
+    for cells in rows(result):
+        made.add_row(*cells)
     show(made, *map(escape, sentences(result)))
+
+
+def rows(result: Result) -> list[Sequence[str]]:
+    """Under `COLUMNS`: a row a limit, with how much of it the load reaches, and a row a rank's load."""
+    limits = [
+        (*_limit_cells(each), f"{_percent(result.of_limits.get(each.name, 0.0))} of it")
+        for each in result.measured
+        if each.rates
+    ]
+    return [*limits, *(_load_cells(result, each) for each in result.middle)]
 
 
 def sentences(result: Result) -> list[str]:

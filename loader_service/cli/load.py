@@ -14,12 +14,12 @@ import torch
 from loader_service.cli import ranks
 from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
 from loader_service.cli.host_rows import pieces
+from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
 from loader_service.cli.progress import LoadProgress, progress_of
 from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
 from loader_service.config.schema import ServiceConfig, check_world_size
-from loader_service.config.yaml_file import load_config
 from loader_service.errors import LoadCancelledError, LoaderError
 from loader_service.filling import TensorSpec
 from loader_service.report import LoadReport
@@ -27,13 +27,16 @@ from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.stream import Load
 
+_UNNAMED = "the only load"  # of a file that cannot be read; ranks meet under any name
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the command line said. `manifest` is the name before a rank is put into it."""
+    """What the command line said. `load` None: the file's only one. `manifest` is the name before a rank is put into
+    it."""
 
     config: Path
-    load: str
+    load: str | None
     verify: bool
     manifest: Path | None
     as_json: bool
@@ -45,32 +48,32 @@ def run_load(options: LoadOptions) -> int:
     place = ranks.place_from()
     with interruptions(several_ranks=not place.alone) as signals:
         try:
-            config = _checked_config(options, place)
+            config, load = _checked(options, place)
             if signals.first is not None:
                 raise LoadCancelledError(f"interrupted by {signals.first.name}")
         except LoaderError as error:
-            return asyncio.run(refused(options, place, Meeting(options.load), error, signals))
-        return asyncio.run(_LoadProcess(options, place, config).main(signals))
+            return asyncio.run(refused(options, place, Meeting(options.load or _UNNAMED), error, signals))
+        return asyncio.run(_LoadProcess(options, place, config, load).main(signals))
 
 
-def _checked_config(options: LoadOptions, place: ranks.Place) -> ServiceConfig:
-    """The configuration, once everything that can be wrong without the other ranks and the checkpoint is not."""
-    config = load_config(options.config)
-    config.checkpoint_of(options.load)
+def _checked(options: LoadOptions, place: ranks.Place) -> tuple[ServiceConfig, str]:
+    """The configuration and which of its loads, once everything is right that needs no other rank and no checkpoint."""
+    config, load = load_of(options.config, options.load)
     check_world_size(config, place.world_size, coords_given=False)
     if options.manifest is not None:
         check_writable(manifest_path(options.manifest, place.rank, place.world_size))
-    return config
+    return config, load
 
 
 class _LoadProcess(RankProcess):
     """One load in one process."""
 
-    def __init__(self, options: LoadOptions, place: ranks.Place, config: ServiceConfig) -> None:
-        super().__init__(options, place, Meeting(options.load), config.agreement)
+    def __init__(self, options: LoadOptions, place: ranks.Place, config: ServiceConfig, load: str) -> None:
+        super().__init__(options, place, Meeting(load), config.agreement)
         self._options = options
         self._config = config
-        self._progress: LoadProgress = progress_of(options.load, shown=place.rank == 0)
+        self._name = load
+        self._progress: LoadProgress = progress_of(load, shown=place.rank == 0)
         self._gathering = False
 
     def _tick(self) -> None:
@@ -116,7 +119,7 @@ class _LoadProcess(RankProcess):
     async def _run(self) -> tuple[LoadReport, Manifest | None]:
         options = self._options
         async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
-            self._load = load = service.open(options.load)
+            self._load = load = service.open(self._name)
             async with load:
                 plan = load.plan.for_rank(self._place.rank)
                 manifest = Manifest(plan) if options.manifest is not None else None

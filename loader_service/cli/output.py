@@ -9,9 +9,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from loader_service.errors import FailureRecord, LoaderError
+from loader_service.errors import ConfigError, FailureRecord, LoaderError
 
 PROGRAM = "loader-service"
 
@@ -69,16 +69,29 @@ def drop_stdout() -> None:
 
 def print_line(text: str) -> None:
     """Writes one line to stderr, whatever the text holds. Where stderr is gone there is nobody to tell."""
+    _print_to_stderr([" | ".join(_lines(text))])
+
+
+def _lines(text: str) -> list[str]:
+    return [line for part in text.splitlines() if (line := part.strip())]
+
+
+def _print_to_stderr(lines: Sequence[str]) -> None:
     with contextlib.suppress(OSError, ValueError):
-        line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
-        print(line + "\n", end="", file=sys.stderr, flush=True)
+        # One write: ranks share a terminal.
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
 
 
 def print_failure(record: FailureRecord, *, as_json: bool, several_ranks: bool = False) -> None:
-    """The failure as one line on stderr and, with `as_json`, as one record on stdout."""
+    """The failure on stderr and, with `as_json`, as one record on stdout. On stderr it is one line; of a configuration,
+    a line for each of its problems."""
     if as_json:
         print_document(record.as_dict())
-    print_line(f"{PROGRAM}: {failure_text(record, several_ranks=several_ranks)}")
+    text = f"{PROGRAM}: {failure_text(record, several_ranks=several_ranks)}"
+    if record.error == ConfigError.__name__:
+        _print_to_stderr(_lines(text))
+    else:
+        print_line(text)
 
 
 def failure_text(record: FailureRecord, *, several_ranks: bool) -> str:

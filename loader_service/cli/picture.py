@@ -7,7 +7,7 @@ the window and keep their letters readable on a telephone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from math import floor, log10
 
@@ -34,15 +34,15 @@ _PHASES = ("config", "catalog", "plan", "open", "read", "finish")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What stands on the page. `rows` are a table under `columns`, `top_gib_per_s` the limit drawn into the charts of
-    throughput, with its name."""
+    """What stands on the page. `rows` are a table under `columns`, `tops_gib_per_s` the limits drawn into the charts of
+    throughput, by rank, with their name."""
 
     title: str
     sentences: Sequence[str]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     timelines: Sequence[Timeline]
-    top_gib_per_s: float | None = None
+    tops_gib_per_s: Mapping[int, float] = field(default_factory=dict)
     top_name: str = ""
 
 
@@ -92,7 +92,7 @@ def _charts(timeline: Timeline, page: Page) -> Sequence[_Chart]:
             "GiB/s",
             "How fast bytes were ready for the consumer, and how fast it took them.",
             (_Series("ready", rate(timeline.filled_bytes), area=True), _Series("taken", rate(timeline.taken_bytes))),
-            page.top_gib_per_s,
+            page.tops_gib_per_s.get(timeline.rank),
             page.top_name,
         ),
         _Chart(

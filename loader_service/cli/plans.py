@@ -10,17 +10,18 @@ from pathlib import Path
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.cli.catalogs import read_headers
 from loader_service.cli.checking import check_writable, write_text
+from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
 from loader_service.config.schema import ServiceConfig
-from loader_service.config.yaml_file import load_config
 from loader_service.errors import EXIT_OK, ConfigError, LoaderError
 from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, make_plan
 
 
-def show_plan(config_path: Path, load: str, ranks: int | None, html: Path | None, *, as_json: bool) -> int:
-    """Prints a load's plan for all ranks, and draws it into the file `html`. Returns the exit code."""
-    config = load_config(config_path)
+def show_plan(config_path: Path, named: str | None, ranks: int | None, html: Path | None, *, as_json: bool) -> int:
+    """Prints a load's plan for all ranks, and draws it into the file `html`. `named` None: the file's only load.
+    Returns the exit code."""
+    config, load = load_of(config_path, named)
     if html is not None:
         check_writable(html, option="--html")
     plan = plan_of(config, load, ranks)

@@ -14,9 +14,11 @@ from loader_service.reading.page_cache import read_ahead_bytes
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Cores that this process may use, memory, huge pages, and what the kernel reads ahead of the files measured.
+    """Cores that this process may use, memory, huge pages, what the kernel reads ahead of the files measured, and the
+    kernel's release.
 
-    `huge_pages` is "always", "madvise", "never", or "" where the system does not say; `read_ahead_bytes` 0 likewise.
+    `huge_pages` is "always", "madvise", "never", or "" where the system does not say; `read_ahead_bytes` 0 and `kernel`
+    "" likewise.
     """
 
     cores: int
@@ -24,6 +26,7 @@ class Machine:
     free_bytes: int
     huge_pages: str
     read_ahead_bytes: int
+    kernel: str
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -39,6 +42,7 @@ def this_machine(files: Sequence[str], root: Path = ROOT) -> Machine:
         free_bytes=min((room.free_bytes for room in rooms), default=0),
         huge_pages=_huge_pages(root),
         read_ahead_bytes=read_ahead_bytes(device),
+        kernel=_text(root / "proc/sys/kernel/osrelease").strip(),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from loader_service.measuring.doubts import doubts
 from loader_service.sizes import UNITS, format_rate, format_size
 from loader_service.timeline import Shares
 
@@ -17,6 +18,8 @@ Bound = Literal["too small", "fixed costs", "storage", "page cache", "memory", "
 LEAST_BYTES = 64 << 20  # less is read in so short a time that only the fixed costs can be told
 NEAR = 0.85  # of a limit: as good as there
 _MUCH = 0.3  # of the time
+_WORTH = 0.15  # of the time: what a setting has to save
+_NO_SETTING = "No setting would help."
 _FASTER = 1.15  # what more in flight has to bring to be worth a setting
 _SMALL_READ_AHEAD_BYTES = 512 << 10
 _GIB = UNITS["GiB"]
@@ -49,7 +52,8 @@ class Loaded:
 
     `handed_bytes` went to the consumers, `source_bytes` of them came from files, each once. `fresh`: into memory that
     nobody had touched. `cached` is how much of the files the page cache held before, 0 to 1, None where nobody knows.
-    `threads` of a rank; `direct`: whether all of it was read past the page cache.
+    `threads` of a rank; `direct`: whether all of it was read past the page cache. `rounds_s` are the seconds of every
+    round.
     """
 
     handed_bytes: int
@@ -69,6 +73,7 @@ class Loaded:
     huge_pages: str = ""
     read_ahead_bytes: int = 0
     sharing: str = ""
+    rounds_s: tuple[float, ...] = ()
 
     @property
     def read_s(self) -> float:
@@ -110,17 +115,20 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bounds a load, in one word and in sentences; and what would help, which may be nothing."""
+    """What bounds a load, in one word and in sentences; and what would help, which may be nothing. `doubts` are those
+    of the sentences that say why the word is only what is nearest."""
 
     bound: Bound
     sentences: tuple[str, ...]
     advice: tuple[Advice, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         return {
             "bound": self.bound,
             "sentences": list(self.sentences),
             "advice": [each.as_dict() for each in self.advice],
+            "doubts": list(self.doubts),
         }
 
 
@@ -149,12 +157,48 @@ def _touch(loaded: Loaded, limits: Limits) -> float | None:
 
 def judge(loaded: Loaded, limits: Limits) -> Verdict:
     """What bounds the load. The first that holds of: too little to tell, fixed costs, storage or page cache, the
-    consumer, the budget, first touch of memory, processor time."""
-    for candidate in (_too_small, _fixed, _source, _consumer, _budget, _memory, _cpu):
-        verdict = candidate(loaded, limits)
-        if verdict is not None:
-            return verdict
-    return _unclear(loaded, limits)
+    consumer, the budget, reading and first touch of memory together, processor time. Where the load is too short, or
+    its rounds differ, it says so before, and advises nothing."""
+    candidates = (_too_small, _fixed, _source, _consumer, _budget, _read_and_touched, _cpu)
+    found = (verdict for candidate in candidates if (verdict := candidate(loaded, limits)) is not None)
+    verdict = next(found, None) or _unclear(loaded, limits)
+    doubtful = tuple(doubts(loaded.seconds, loaded.rounds_s, margin=1 / NEAR - 1))
+    if not doubtful or verdict.bound == "too small":
+        return verdict
+    first, *more = (sentence for sentence in verdict.sentences if sentence != _NO_SETTING)
+    nearest = first if verdict.bound == "unclear" else f"What is nearest: {first}"
+    return Verdict(verdict.bound, (*doubtful, nearest, *more), doubts=doubtful)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What reading and first touch would take, each alone, as parts of the time of reading; None where nobody knows.
+    One after the other they take the sum, side by side the larger of them: a load lies between the two."""
+
+    source: float | None
+    touch: float
+
+    @property
+    def explain(self) -> bool:
+        """Whether they are all of the time, as near as can be told. One that alone takes longer than the load did was
+        measured too slow to bound it."""
+        if self.source is None or max(self.source, self.touch) > 1 / NEAR:
+            return False
+        return self.source + self.touch >= NEAR
+
+    @property
+    def text(self) -> str:
+        reading = f"reading alone takes {_percent(self.source)} of the time" if self.source is not None else ""
+        touching = f"first touch of memory {'' if reading else 'takes '}{_percent(self.touch)}" if self.touch else ""
+        return ", ".join(each for each in (reading, touching) if each)
+
+
+def _parts(loaded: Loaded, limits: Limits) -> _Parts:
+    source, touch = source_limit(loaded, limits), _touch(loaded, limits) if loaded.fresh else None
+    return _Parts(
+        loaded.source_gib_per_s / source if source else None,
+        loaded.handed_gib_per_s / touch if touch else 0.0,
+    )
 
 
 def _too_small(loaded: Loaded, _limits: Limits) -> Verdict | None:
@@ -170,8 +214,11 @@ def _too_small(loaded: Loaded, _limits: Limits) -> Verdict | None:
     )
 
 
-def _fixed(loaded: Loaded, _limits: Limits) -> Verdict | None:
-    if loaded.fixed_s <= loaded.read_s:
+def _fixed(loaded: Loaded, limits: Limits) -> Verdict | None:
+    parts = _parts(loaded, limits)
+    longest_s = max(parts.source or 0.0, parts.touch) * loaded.read_s
+    largest = parts.explain and loaded.fixed_s > max(longest_s, _MUCH * loaded.seconds)
+    if loaded.fixed_s <= loaded.read_s and not largest:
         return None
     words = {
         "config": "meeting the other ranks",
@@ -196,18 +243,24 @@ def _fixed(loaded: Loaded, _limits: Limits) -> Verdict | None:
 
 
 def _source(loaded: Loaded, limits: Limits) -> Verdict | None:
-    limit = source_limit(loaded, limits)
-    if limit is None or loaded.source_gib_per_s < NEAR * limit:
+    limit, parts = source_limit(loaded, limits), _parts(loaded, limits)
+    if limit is None or parts.source is None or not NEAR <= parts.source <= 1 / NEAR:
         return None
-    warm = loaded.cached is not None and loaded.cached > 0.5
-    bound: Bound = "page cache" if warm else "storage"
+    if parts.source < parts.touch <= 1 / NEAR:  # nearer
+        return None
+    bound = _kind_of_source(loaded)
+    warm = bound == "page cache"
     what = "Copying from the page cache bounds this load" if warm else "This load runs at the storage's limit"
     rate, best = (format_rate(each * _GIB) for each in (loaded.source_gib_per_s, limit))
     percent = 100 * loaded.source_gib_per_s / limit
     share = f"{rate}, {percent:.0f} % of {best}" if percent <= 100 else f"{rate}, where reading alone gave {best}"
     advice = tuple(_for_storage(loaded, limits)) if bound == "storage" else ()
-    last = () if advice else ("No setting would help.",)
+    last = () if advice else (_NO_SETTING,)
     return Verdict(bound, (f"{what}: {share}.", *last), advice)
+
+
+def _kind_of_source(loaded: Loaded) -> Literal["page cache", "storage"]:
+    return "page cache" if loaded.cached is not None and loaded.cached > 0.5 else "storage"
 
 
 def _for_storage(loaded: Loaded, limits: Limits) -> Iterator[Advice]:
@@ -257,18 +310,23 @@ def _budget(loaded: Loaded, _limits: Limits) -> Verdict | None:
     )
 
 
-def _memory(loaded: Loaded, limits: Limits) -> Verdict | None:
-    limit, touch = fresh_limit(loaded, limits), _touch(loaded, limits)
-    if not loaded.fresh or limit is None or touch is None or loaded.source_gib_per_s < NEAR * limit:
+def _read_and_touched(loaded: Loaded, limits: Limits) -> Verdict | None:
+    parts = _parts(loaded, limits)
+    source, touch = source_limit(loaded, limits), _touch(loaded, limits)
+    if not parts.explain or source is None or touch is None or parts.source is None:
         return None
-    source = source_limit(loaded, limits)
-    assert source is not None
+    bound: Bound = "memory" if parts.touch > parts.source else _kind_of_source(loaded)
+    what = {"memory": "First touch of fresh memory", "storage": "Storage", "page cache": "Copying from the page cache"}
     sentence = (
-        f"First touch of fresh memory bounds this load: {format_rate(loaded.handed_gib_per_s * _GIB)}, where reading "
-        f"alone gives {format_rate(source * _GIB)} and touching memory for the first time {format_rate(touch * _GIB)}."
+        f"{what[bound]} bounds this load most: {format_rate(loaded.handed_gib_per_s * _GIB)}, where reading alone "
+        f"gives {format_rate(source * _GIB)} and touching memory for the first time {format_rate(touch * _GIB)}; of "
+        f"the time of reading that is {_percent(parts.source)} and {_percent(parts.touch)}."
     )
-    advice = (*_for_pages(loaded, limits), Advice("the consumer's form", "batches() or into()", "memory is used again"))
-    return Verdict("memory", (sentence,), advice)
+    advice = list(_for_storage(loaded, limits)) if bound == "storage" else []
+    if parts.touch > _WORTH:
+        advice += _for_pages(loaded, limits)
+        advice.append(Advice("the consumer's form", "batches() or into()", "memory is used again"))
+    return Verdict(bound, (sentence, *(() if advice else (_NO_SETTING,))), tuple(advice))
 
 
 def _for_pages(loaded: Loaded, limits: Limits) -> Iterator[Advice]:
@@ -297,12 +355,15 @@ def _cpu(loaded: Loaded, limits: Limits) -> Verdict | None:
 
 
 def _unclear(loaded: Loaded, limits: Limits) -> Verdict:
-    limit = source_limit(loaded, limits)
+    parts = _parts(loaded, limits)
     spent = loaded.spent
-    at = f"{format_rate(loaded.source_gib_per_s * _GIB)}"
-    of_limit = f", {100 * loaded.source_gib_per_s / limit:.0f} % of what the source gives" if limit else ""
+    at = f"it reads {format_rate(loaded.source_gib_per_s * _GIB)}"
+    if parts.source is not None and parts.source > 1 / NEAR:
+        at += ", faster than the source gave when it was measured: storage varies, and more rounds tell more"
+    elif parts.text:
+        at += f"; {parts.text}"
     sentences = (
-        f"No single limit bounds this load: it reads {at}{of_limit}.",
+        f"No single limit bounds this load: {at}.",
         f"Of {loaded.threads} reading threads {spent.in_flight:.1f} were at work on average; the consumer waited "
         f"{_percent(spent.consumer_waits)} of the time, and the processors were {_percent(loaded.cpu_share)} busy.",
     )

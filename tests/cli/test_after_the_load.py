@@ -34,7 +34,7 @@ def processes(tmp_path: Path) -> Iterator[list[_LoadProcess]]:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
     address, config = f"127.0.0.1:{server.port}", load_config(path)
     places = [ranks.Place(rank, 2, Rendezvous(address, rank, 2, "after", served=True)) for rank in (0, 1)]
-    made = [_LoadProcess(options, place, config) for place in places]
+    made = [_LoadProcess(options, place, config, "all") for place in places]
     yield made
     for one in made:
         one._threads.stop()

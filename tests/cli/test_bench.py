@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,23 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from loader_service.agreement.group import Rendezvous
 from loader_service.cli import app, bench, bench_limits, ranks
 from loader_service.cli.bench import BenchOptions, _BenchProcess
-from loader_service.cli.bench_limits import LABELS, LimitBench
+from loader_service.cli.bench_figures import Bench, RankRound, Result
+from loader_service.cli.bench_limits import LABELS, Conditions, LimitBench
+from loader_service.cli.bench_page import page_of
 from loader_service.config.yaml_file import aload_config
 from loader_service.errors import EndOfFileError, RankFailure
+from loader_service.measuring import machine
+from loader_service.measuring.limits import Rate
 from loader_service.measuring.verdict import Limits
+from loader_service.sizes import format_size
+from loader_service.timeline import Shares, Timeline
 from tests.cli.pages import check_alone
 from tests.cli.support import CommandLine, Fault, start_ranks, wait_until, write_config, write_small_checkpoint
 from tests.support.shards import write_shard
 
 Capture = pytest.CaptureFixture[str]
 MIB = 1 << 20
+GIB = 1 << 30
 QUICK: dict[str, Any] = {
     "agreement": {"timeout_s": 20, "start_timeout_s": 60, "grace_s": 0.2},
     "staging": {"capacity_bytes": "1MiB"},
@@ -64,6 +72,8 @@ def document(capsys: Capture) -> dict[str, Any]:
 
 
 KEYS = {
+    "checkpoint",
+    "began_at",
     "load",
     "form",
     "cache",
@@ -152,6 +162,72 @@ def test_the_table_and_the_page_say_what_bounds_the_load(
     text = "".join(parsed.text)
     assert f"Load {HOSTILE}: what bounds it" in text
     assert "too little to tell what bounds it" in text
+    assert f"Checkpoint {checkpoint}, measured 20" in text
+    assert "176 bytes on 1 rank, form owned, page cache cold, 1 round." in text
+    found = machine.this_machine([])
+    memory = format_size(found.memory_bytes)
+    assert f"Machine of rank 0: {found.cores} core" in text
+    assert f"{memory} of memory, kernel {os.uname().release}" in text
+    for column in ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches"):
+        assert column in out
+        assert column in parsed.text
+    assert re.search(r"the load, 176 bytes in \d", text)
+    assert "% of it" in text
+
+
+@pytest.mark.parametrize(
+    ("here", "keys"),
+    [([0], ["what the source gives: 6 GiB/s"]), ([0, 1, 2], ["1/3 of what the source gives all ranks: 2 GiB/s"] * 3)],
+    ids=["the only rank of its machine", "three of a machine"],
+)
+def test_the_line_in_a_rank_s_chart_is_its_share_of_what_the_machine_s_source_gives(
+    here: list[int], keys: list[str]
+) -> None:
+    """Of four ranks the last is on another machine, of which nothing was measured."""
+    result = a_result(world_size=4, here=here, source_gib_per_s=6.0)
+    lines = [text for text in check_alone(page_of(result)).text if "the source gives" in text]
+    assert lines == keys
+
+
+def test_rounds_that_differ_on_the_measured_machine_are_told_to_the_verdict() -> None:
+    """Rank 1 is slow, and of another machine."""
+    result = a_result(world_size=2, here=[0], source_gib_per_s=1.0, seconds=((2.0, 9.0), (3.0, 9.0)))
+    assert result.loaded.rounds_s == (2.0, 3.0)
+    assert "Rounds differ by 50 %" in result.verdict.sentences[0]
+
+
+def a_result(
+    *, world_size: int, here: list[int], source_gib_per_s: float, seconds: Sequence[Sequence[float]] = ((1.0,) * 4,)
+) -> Result:
+    """What was found where every rank took 1 GiB from the page cache, in so many seconds by round and rank."""
+    line = Timeline(0, 1.0, 0.5, 4, GIB, filled_bytes=(0, GIB), taken_bytes=(0, GIB), in_flight=(4, 4))
+    rounds = [
+        [
+            RankRound(
+                rank=rank,
+                seconds=of_rank,
+                payload_bytes=GIB,
+                read_bytes=GIB,
+                striped_bytes=0,
+                tensors=1,
+                threads=4,
+                access="buffered",
+                sharing="none",
+                cpu_s=0.5,
+                cached_before=1.0,
+                tables=0,
+                phases={"read": of_rank},
+                shares=Shares(),
+                timeline=replace(line, rank=rank),
+            )
+            for rank, of_rank in enumerate(of_ranks[:world_size])
+        ]
+        for of_ranks in seconds
+    ]
+    measured = Bench("/x", "2030-01-01T00:00:00+00:00", "all", "batches", "warm", here, machine.this_machine([]), GIB)
+    limits = LimitBench(Conditions((), "warm", 4, 2, GIB))
+    limits.rates["cache_copy"] = [Rate(int(source_gib_per_s * GIB), 1.0, 1.0)]
+    return measured.result(rounds, limits)
 
 
 def test_host_resident_tables_are_left_out_and_said_so(

@@ -214,6 +214,14 @@ class TestLoad:
         report = document(capsys)
         assert (report["files_read"], report["read_bytes"]) == (["b.safetensors"], 12)
 
+    @pytest.mark.parametrize("command", ["plan", "load"])
+    def test_the_only_load_of_a_file_need_not_be_named(
+        self, command: str, tmp_path: Path, checkpoint: Path, capsys: Capture
+    ) -> None:
+        config = write_config(tmp_path / "one.yaml", checkpoint, loads={"draft": {"key_prefixes": ["draft"]}})
+        assert app.run([command, str(config), "--json"]) == 0
+        assert document(capsys)["load"] == "draft"
+
     def test_the_table_is_for_people(self, config: Path, capsys: Capture) -> None:
         assert app.run(["load", str(config), "--load", "all"]) == 0
         out = capsys.readouterr().out
@@ -241,38 +249,49 @@ class TestLoad:
 
 
 class TestFailures:
-    """Every failure: one line on stderr, with --json one record on stdout, and the code of its cause."""
+    """Every failure: one line on stderr (or one for each problem of a configuration), with --json one record on stdout,
+    and the code of its cause."""
 
-    def fail(self, args: list[str], capsys: Capture) -> tuple[int, dict[str, object], str]:
+    def fail(self, args: list[str], capsys: Capture, problems: int = 1) -> tuple[int, dict[str, object], str]:
         code = app.run([*args, "--json"])
         printed = capsys.readouterr()
         record = json.loads(printed.out)
         assert record.keys() == {"error", "message", "rank", "phase", "path", "tensor", "errno"}
         lines = said(printed.err)
-        assert len(lines) == 1, lines
+        assert len(lines) == problems, lines
         assert "Traceback" not in printed.err
         assert app.run(args) == code
         without_json = capsys.readouterr()
         assert without_json.out == ""
-        assert lines[0] in without_json.err
-        return code, record, lines[0]
+        assert "\n".join(lines) in without_json.err
+        return code, record, "\n".join(lines)
 
     def test_usage(self, capsys: Capture) -> None:
-        code, record, line = self.fail(["load", "x.yaml"], capsys)
+        code, record, line = self.fail(["load"], capsys)
         assert (code, record["error"]) == (2, "UsageError")
-        assert "--load" in line
+        assert "CONFIG" in line
+
+    @pytest.mark.parametrize("command", ["plan", "load", "bench"])
+    def test_a_file_with_several_loads_wants_to_know_which(self, command: str, config: Path, capsys: Capture) -> None:
+        code, record, line = self.fail([command, str(config)], capsys)
+        assert (code, record["error"], record["path"]) == (2, "ConfigError", str(config))
+        assert line.endswith("has several loads: say which with --load, one of all, draft")
 
     def test_an_unknown_command(self, capsys: Capture) -> None:
         assert self.fail(["lode"], capsys)[:1] == (2,)
 
     @pytest.mark.parametrize("command", ["plan", "load"])
-    def test_a_configuration_with_two_errors_names_both(self, command: str, tmp_path: Path, capsys: Capture) -> None:
+    def test_a_configuration_with_two_errors_has_a_line_for_each(
+        self, command: str, tmp_path: Path, capsys: Capture
+    ) -> None:
         config = tmp_path / "bad.yaml"
         config.write_text('checkpoint: {path: .}\nmesh: {tp: "2"}\nloads:\n  all:\n    skipp: []\n')
-        code, record, line = self.fail([command, str(config), "--load", "all"], capsys)
+        code, record, text = self.fail([command, str(config), "--load", "all"], capsys, problems=2)
         assert (code, record["error"], record["path"]) == (2, "ConfigError", str(config))
-        assert "mesh.tp" in line
-        assert "loads.all.skipp" in line
+        first, second = text.splitlines()
+        assert first.startswith(f"loader-service: {config}:2: mesh.tp: ")
+        assert second.startswith(f"{config}:5: loads.all.skipp: ")
+        assert text == f"loader-service: {record['message']}"
 
     @pytest.mark.parametrize("command", ["plan", "load"])
     def test_an_unknown_load_names_those_that_exist(self, command: str, config: Path, capsys: Capture) -> None:

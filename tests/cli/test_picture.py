@@ -29,7 +29,9 @@ LINE = Timeline(
     consumer_waits=(1, 0.5, 0, 0),
     waits_for_memory=(0, 0, 0, 0),
 )
-PAGE = Page("Load all", ["One sentence."], ("measured", "GiB/s"), [("the load", "1.23")], [LINE], 2.5, "the source")
+PAGE = Page(
+    "Load all", ["One sentence."], ("measured", "GiB/s"), [("the load", "1.23")], [LINE], {0: 2.5}, "the source"
+)
 
 
 def test_a_page_is_well_formed_and_alone() -> None:
@@ -52,6 +54,14 @@ def test_axes_have_units_and_every_step_a_title() -> None:
     assert "the source: 2.5 GiB/s" in text
 
 
+def test_each_rank_has_a_limit_of_its_own() -> None:
+    page = replace(PAGE, timelines=[replace(LINE, rank=rank) for rank in range(3)], tops_gib_per_s={0: 2.5, 2: 1.5})
+    assert [text for text in Parsed(render(page)).text if "the source" in text] == [
+        "the source: 2.5 GiB/s",
+        "the source: 1.5 GiB/s",
+    ]
+
+
 def test_nobodys_text_is_markup() -> None:
     page = replace(PAGE, title=HOSTILE, sentences=[HOSTILE], columns=(HOSTILE, "x"), rows=[(HOSTILE, HOSTILE)])
     page = replace(page, top_name=HOSTILE)
@@ -68,7 +78,7 @@ def test_nobodys_text_is_markup() -> None:
     ids=["empty", "all zeros"],
 )
 def test_a_load_of_nothing_has_a_page_too(line: Timeline) -> None:
-    text = render(replace(PAGE, timelines=[line], top_gib_per_s=None))
+    text = render(replace(PAGE, timelines=[line], tops_gib_per_s={}))
     check_alone(text)
     assert "nan" not in text
     assert "inf" not in text.replace("in flight", "")

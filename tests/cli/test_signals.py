@@ -66,7 +66,7 @@ def process(place: Place) -> Any:
         {"checkpoint": {"path": "/nowhere"}, "loads": {"all": {}}, "agreement": {"timeout_s": 10}}
     )
     options = LoadOptions(Path("c.yaml"), "all", False, None, as_json=True, debug=False)
-    return load._LoadProcess(options, place, config)
+    return load._LoadProcess(options, place, config, "all")
 
 
 def test_a_signal_ends_a_command_that_is_no_load_where_it_is(now_s: list[float]) -> None:

@@ -62,6 +62,23 @@ async def test_tensors_around_and_above_the_budget(tmp_path: Path, nbytes: int, 
     assert load.report.peak_staging_bytes <= 65_536
 
 
+async def test_the_peak_of_column_slices_counts_whole_slots_beside_the_tensors(tmp_path: Path) -> None:
+    """Two a reading thread are kept for the whole load. A tensor's memory is whole blocks, as it lies in the file."""
+    slot_bytes, rows = 64 << 10, 4096
+    checkpoint = write_checkpoint(tmp_path, {"model.safetensors": {"w": ("U8", (rows, 100))}})
+    reads = {"chunk_bytes": slot_bytes, "threads": 2}
+    for columns, rule in ((100, {}), (50, {"rules": [{"match": "w", "split": {"axis": "tp", "dim": 1}}]})):
+        loads = {"target": rule}
+        config = checkpoint.config(
+            mesh={"tp": 2}, loads=loads, reads=reads, staging={"capacity_bytes": 16 * slot_bytes}
+        )
+        async with ls.LoaderService(config, "solo", coords={"tp": 0}) as service, service.open("target") as load:
+            _ = [item async for item in load]
+        scratch_bytes = 4 * slot_bytes if rule else 0
+        assert load.report.payload_bytes == rows * columns
+        assert 0 <= load.report.peak_staging_bytes - (rows * columns + scratch_bytes) <= 2 * 4096
+
+
 async def test_tensors_equal_safetensors_own_reading(checkpoint: Checkpoint) -> None:
     async with ls.LoaderService(checkpoint.config(), "solo") as service, service.open("target") as load:
         ours = {name: tensor async for name, tensor in load}
