@@ -15,7 +15,7 @@ import mmap
 import os
 import resource
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,23 +37,30 @@ _MAP_FIXED = 0x10  # Python does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; Python does not name it
 
 
-class _Mapping:
-    """Owns one anonymous mapping: unmapped when the last array, memoryview or tensor over it is gone."""
+class _Mapping(functools.partial[int]):
+    """Owns one anonymous mapping: unmapped when the last array, memoryview or tensor over it is gone.
 
-    def __init__(self, address: int, nbytes: int, unmap: Callable[[int, int], object]) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.before_unmap: Callable[[], None] | None = None
-        self._unmap = unmap
+    It is the call that unmaps, and its end is that call: in C throughout. A finalizer in Python would swallow an
+    interrupt that comes meanwhile, and a consumer that drops what it takes spends much of its time here.
+    """
+
+    __del__ = functools.partial.__call__
+
+    def __init__(self, _unmap: Callable[[int, int], int], address: int, nbytes: int) -> None:
         # numpy makes an array over this memory that holds a reference to this object.
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
-    def __del__(self) -> None:
+
+class _HookedMapping(_Mapping):
+    """A mapping after `HostBuffer.before_unmap`."""
+
+    before_unmap: Callable[[], None]
+
+    def __del__(self) -> None:  # type: ignore[override]
         try:
-            if self.before_unmap is not None:
-                self.before_unmap()
+            self.before_unmap()
         finally:
-            self._unmap(self.address, self.nbytes)
+            self()
 
 
 class HostBuffer:
@@ -92,7 +99,8 @@ class HostBuffer:
 
     def before_unmap(self, action: Callable[[], None]) -> None:
         """What is done just before the memory goes back to the system, e.g. ending its registration with a device."""
-        self._mapping.before_unmap = action
+        self._mapping.__class__ = _HookedMapping
+        cast(_HookedMapping, self._mapping).before_unmap = action
 
 
 def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> HostBuffer:
@@ -124,7 +132,7 @@ def allocate_together(wanted: Sequence[tuple[int, int]], *, huge: bool = True) -
         _advise(address, sum(lengths), "MADV_NOHUGEPAGE")
     buffers = []
     for (nbytes, congruent_to), length in zip(wanted, lengths, strict=True):
-        mapping = _Mapping(address, length, _libc().munmap)
+        mapping = _Mapping(_libc().munmap, address, length)
         head_bytes = congruent_to % PAGE_BYTES
         array = np.asarray(mapping)[head_bytes : head_bytes + nbytes]
         buffers.append(HostBuffer(mapping, array, address + head_bytes))
@@ -136,7 +144,7 @@ def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
     """The first `nbytes` of a memory file (see `shared`), shared with every process that maps it. Keeps them alive."""
     length = _round_up(max(1, nbytes), PAGE_BYTES)
     address = _map(length, nbytes, descriptor)
-    mapping = _Mapping(address, length, _libc().munmap)
+    mapping = _Mapping(_libc().munmap, address, length)
     return HostBuffer(mapping, np.asarray(mapping)[:nbytes], address)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import loader_service as ls
 from loader_service.agreement.messages import PHASES
 from loader_service.reading.fake import FakeStorage
+from loader_service.reading.faults import Gate
 from loader_service.reading.local import LocalStorage
 from tests.e2e import forty
 from tests.e2e.doors import QUICK, Hold, left, use, use_blocking
+from tests.sharing.failing import run_of
 from tests.support.checkpoints import Checkpoint
 from tests.support.ranks import Outcome, Rank, run_ranks
 
@@ -124,6 +127,17 @@ def test_a_signal_in_each_phase(checkpoint: Checkpoint, face: str, number: signa
     assert list(outcomes[who].marks) == [str(phase) for phase in PHASES]
 
 
+def set_when_waiting(service: ls.BlockingLoaderService, gate: Gate, waits: threading.Event) -> None:
+    """When that read alone is left, and the consumer has taken what came before it: nothing wakes it any more."""
+    gate.reached.wait(30)
+    run = run_of(service)
+    reading = run.reading._scheduler
+    assert reading is not None
+    while len(reading._running) > 1 or run.channel._items or not run.channel.consumer_waits:
+        time.sleep(0.01)
+    waits.set()
+
+
 def be_signalled_in_the_body(rank: Rank, folder: str, form: str, generator: bool) -> Told | None:
     """The signal comes while the consumer waits for a read that stands still, which comes back a while after it."""
     checkpoint = forty_of(folder)
@@ -137,8 +151,11 @@ def be_signalled_in_the_body(rank: Rank, folder: str, form: str, generator: bool
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGINT, interrupted)
-        mark_when(gate.reached, rank, "reading")
     with ls.LoaderService.blocking(checkpoint.config(**QUICK), group, storage=storage) as service:
+        if gate is not None:
+            waits = threading.Event()
+            threading.Thread(target=set_when_waiting, args=(service, gate, waits), daemon=True).start()
+            mark_when(waits, rank, "waiting")
         if not generator:
             return told(use_blocking(service, checkpoint, form))
         load, caught = service.open("target"), None

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +17,7 @@ import pytest
 import torch
 
 from loader_service.errors import ConfigError, MemoryLimitError
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, allocate_host, allocate_together
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, _Mapping, allocate_host, allocate_together
 
 MIB = 1 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -244,3 +247,23 @@ def test_small_buffers_allocated_together_get_huge_pages() -> None:
     figures = smaps_of(buffers[0].address)
     assert figures is not None
     assert figures["AnonHugePages"] >= 28 * 1024  # of 32: the machine may be short of them
+
+
+class Interrupted(BaseException):
+    """What a handler of a signal raises, as Python's own does for SIGINT."""
+
+
+def test_a_signal_while_memory_is_unmapped_reaches_who_dropped_it() -> None:
+    """A finalizer in Python would swallow what the handler raises, and Ctrl-C do nothing."""
+
+    def interrupted(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupted)
+    try:
+        mapping = _Mapping(ctypes.CDLL(None)["raise"], signal.SIGUSR1, 0)  # in place of munmap
+        with pytest.raises(Interrupted):
+            del mapping
+            os.getpid()  # a call, after which the interpreter looks for signals
+    finally:
+        signal.signal(signal.SIGUSR1, before)
