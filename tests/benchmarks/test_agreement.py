@@ -309,7 +309,8 @@ def test_a_rank_that_cannot_go_on_stops_the_benchmark(what: str, said: str) -> N
 
 
 def test_a_load_that_ends_before_the_failure_stops_the_benchmark(tmp_path: Path) -> None:
-    agreement_failures.make_slow_checkpoint(tmp_path, 0.0)
+    fewer = -3 * agreement_failures.READ_DELAY_S  # than it takes to be in the middle
+    agreement_failures.make_slow_checkpoint(tmp_path, fewer)
     with pytest.raises(RuntimeError, match="the load came to its end before anything failed"):
         agreement_failures.measure([RAISED], [2], [], tmp_path)
 

@@ -12,6 +12,8 @@ TIMES_OF_DAY = {
     ("time", name) for name in ("time", "time_ns", "ctime", "gmtime", "localtime", "strftime", "clock_gettime")
 } | {(owner, name) for owner in ("datetime", "date") for name in ("now", "utcnow", "today", "fromtimestamp")}
 
+SHOWN = {"cli/bench.py"}  # when it was measured, for a heading: nothing is counted from there
+
 
 def looks_at_the_time_of_day(source: str) -> list[int]:
     """The lines in which it is asked for, or imported by its name."""
@@ -32,7 +34,8 @@ def test_the_package_never_looks_at_the_time_of_day() -> None:
         for path in PACKAGE.rglob("*.py")
         if (lines := looks_at_the_time_of_day(path.read_text()))
     }
-    assert findings == {}
+    assert findings.keys() == SHOWN
+    assert len(findings["cli/bench.py"]) == 1
 
 
 @pytest.mark.parametrize(
