@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -239,18 +240,36 @@ def run_side(side: Side) -> Outcome:
     return Outcome(**json.loads(done.stdout.splitlines()[-1]))
 
 
+class Rounds(ABC):
+    """Figures of one side over its rounds, by the names that a round has for them."""
+
+    @property
+    @abstractmethod
+    def measured(self) -> Sequence[object]:
+        """The rounds."""
+
+    def values(self, name: str) -> list[float]:
+        return [float(getattr(each, name)) for each in self.measured]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.values(name))
+
+    def spread(self, name: str, digits: int = 2) -> str:
+        """Median and, in brackets, least and most."""
+        values = self.values(name)
+        return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
 @dataclass(slots=True)
-class Series:
+class Series(Rounds):
     """All rounds of one side."""
 
     side: Side
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def values(self, name: str) -> list[float]:
-        return [float(getattr(outcome, name)) for outcome in self.outcomes]
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.values(name))
+    @property
+    def measured(self) -> Sequence[Outcome]:
+        return self.outcomes
 
     def as_dict(self) -> dict[str, object]:
         rounds = [asdict(outcome) for outcome in self.outcomes]
@@ -296,12 +315,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print(line(["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]))
     for row in rows:
         print(line(row))
-
-
-def spread(series: Series, name: str, digits: int = 2) -> str:
-    """Median and, in brackets, least and most."""
-    values = series.values(name)
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 # Command lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import statistics
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks import limits
-from benchmarks.common import cached_share, condition_memory, drop_from_cache, read_into_cache
+from benchmarks.common import Rounds, cached_share, condition_memory, drop_from_cache, read_into_cache
 from benchmarks.draft_sides import CAPACITY_BYTES, Side, Took, disk_bytes, run_side
 from benchmarks.ranks import Team, serve_store, store_address
 
@@ -67,7 +66,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Series:
+class Series(Rounds):
     """All rounds of one side in one state of the page cache."""
 
     side: Side
@@ -79,16 +78,9 @@ class Series:
     def where(self) -> str:
         return f"{self.cache}, {self.side.label}"
 
-    def values(self, name: str) -> list[float]:
-        return [float(getattr(run, name)) for run in self.runs]
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.values(name))
-
-    def spread(self, name: str, digits: int = 2) -> str:
-        """Median and, in brackets, least and most."""
-        values = self.values(name)
-        return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    @property
+    def measured(self) -> Sequence[Run]:
+        return self.runs
 
     def as_dict(self) -> dict[str, object]:
         side = {"label": self.side.label, "work": self.side.work, "ranks": self.side.ranks, "reads": self.side.reads}

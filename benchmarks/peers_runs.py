@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from benchmarks.common import (
     GIB,
     MIB,
     SIDE_TIMEOUT_S,
+    Rounds,
     cached_share,
     condition_memory,
     drop_from_cache,
@@ -42,7 +42,7 @@ class SideFailedError(Exception):
 
 
 @dataclass(slots=True)
-class Series:
+class Series(Rounds):
     """All rounds of one side of one case. `failure` says why there are none, `wrong` which bytes are not the files'."""
 
     case: Case
@@ -56,16 +56,9 @@ class Series:
     def who(self) -> str:
         return f"{self.case.name}, {self.cache}, {self.side.label}"
 
-    def values(self, name: str) -> list[float]:
-        return [float(getattr(result, name)) for result in self.results]
-
-    def median(self, name: str) -> float:
-        return statistics.median(self.values(name))
-
-    def spread(self, name: str, digits: int = 2) -> str:
-        """Median and, in brackets, least and most."""
-        values = self.values(name)
-        return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    @property
+    def measured(self) -> Sequence[Result]:
+        return self.results
 
     def as_dict(self) -> dict[str, object]:
         names = ("seconds", "gib_per_s", "cpu_s_per_gib", "above_bytes", "lag_p99_ms")

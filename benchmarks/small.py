@@ -25,7 +25,6 @@ from benchmarks.common import (
     print_table,
     run_rounds,
     small_tensors,
-    spread,
     working_folder,
 )
 
@@ -46,7 +45,7 @@ def print_results(series: list[Series]) -> None:
         lags = [f"{each.median(name):.1f}" for name in LAGS]
         cpu_us = each.median("cpu_s") / each.median("tensors") * 1e6
         share = f"{each.median('us_per_tensor') / peer:.2f} x"
-        rows.append([each.side.label, spread(each, "us_per_tensor", 1), share, f"{cpu_us:.1f}", *lags])
+        rows.append([each.side.label, each.spread("us_per_tensor", 1), share, f"{cpu_us:.1f}", *lags])
     print_table(columns, rows)
 
 

@@ -25,7 +25,6 @@ from benchmarks.common import (
     make_checkpoint,
     print_table,
     run_rounds,
-    spread,
     working_folder,
 )
 
@@ -114,7 +113,7 @@ def _row(each: Series, limit: float, peer: float) -> list[str]:
     return [
         each.side.label,
         each.side.loop,
-        spread(each, "gib_per_s"),
+        each.spread("gib_per_s"),
         f"{speed / limit:.0%}",
         f"{speed / peer:.1f} x",
         f"{each.median('cpu_s_per_gib'):.2f}",
