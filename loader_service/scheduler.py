@@ -92,7 +92,7 @@ class Scheduler(Generic[UnitT]):
         self._pending: deque[_Unit] = deque()
         self._running: dict[concurrent.futures.Future[int], _Running] = {}
         self._places = asyncio.Semaphore(resources.thread_count * QUEUED_A_THREAD)
-        self._scratch: asyncio.Queue[Lease] = asyncio.Queue()
+        self._scratch: asyncio.Queue[Lease] = asyncio.LifoQueue()  # what was used last is in the processor's cache
         self._scratch_leases: list[Lease] = []
         self._idle = asyncio.Event()
         self._idle.set()

@@ -7,11 +7,10 @@ What was kept of an earlier reading of the same files takes the place of opening
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final, Literal, Protocol
@@ -283,15 +282,16 @@ class _Headers:
 
     def _read(self, shard: FoundShard) -> tuple[Shard, ParsedHeader]:
         path, handles, retries = shard.path, self._handles, self._retries
-        identity = _opened_identity(path, handles, retries)
+        identity = _opened_for_its_header(path, handles, retries)
         file_bytes = identity.size_bytes
         first = bytearray(min(LENGTH_BYTES, file_bytes))
-        with _nothing_read_ahead(handles, path, identity):
-            read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
-            # Length and file size are checked here, before memory is taken for what the file claims to hold.
-            raw = memory_for(header_length(bytes(first), file_bytes=file_bytes, path=path))
-            raw[:LENGTH_BYTES] = first
-            read_fully(handles, path, identity, LENGTH_BYTES, [raw[LENGTH_BYTES:]], retries=retries)
+        read_fully(handles, path, identity, 0, [memoryview(first)], retries=retries)
+        # Length and file size are checked here, before memory is taken for what the file claims to hold.
+        raw = memory_for(header_length(bytes(first), file_bytes=file_bytes, path=path))
+        raw[:LENGTH_BYTES] = first
+        read_fully(handles, path, identity, LENGTH_BYTES, [raw[LENGTH_BYTES:]], retries=retries)
+        with handles.borrow(path, identity) as file:
+            file.read_only_what_is_asked(False)
         parsed = self._parsed(shard, identity, raw)
         if self._kept is not None:
             self._kept.keep(path, identity.state, bytes(raw))
@@ -303,27 +303,20 @@ class _Headers:
         return Shard(shard.name, shard.path, identity, header.header_bytes, header.sha256), header
 
 
-def _opened_identity(path: str, handles: HandleCache, retries: int) -> FileIdentity:
-    """The identity of the file as opened now. Opening may fail for a moment, like reading, and is tried as often."""
-    for _ in range(retries):
+def _opened_for_its_header(path: str, handles: HandleCache, retries: int) -> FileIdentity:
+    """The identity of the file as opened now. Opening may fail for a moment, like reading, and is tried as often.
+
+    Behind a header the kernel would read ahead payload, six times as much as headers have, that few loads want."""
+    left = retries
+    while True:
         try:
             with handles.borrow(path, None) as file:
+                file.read_only_what_is_asked(True)
                 return file.identity
         except OSError as error:
-            if error.errno not in _TRANSIENT:
+            if error.errno not in _TRANSIENT or not left:
                 raise
-    with handles.borrow(path, None) as file:
-        return file.identity
-
-
-@contextlib.contextmanager
-def _nothing_read_ahead(handles: HandleCache, path: str, identity: FileIdentity) -> Iterator[None]:
-    """Behind a header the kernel would read ahead payload, six times as much as headers have, that few loads want."""
-    with handles.borrow(path, identity) as file:
-        file.read_only_what_is_asked(True)
-    yield
-    with handles.borrow(path, identity) as file:
-        file.read_only_what_is_asked(False)
+            left -= 1
 
 
 def _first_failure(failed: Sequence[tuple[FoundShard, LoaderError]], total: int) -> LoaderError:

@@ -11,7 +11,7 @@ import torch
 from loader_service.filling.form import Memory, Resources
 from loader_service.filling.parts import PartReads, Target
 from loader_service.filling.specs import empty_of, storage_columns, storage_dtype
-from loader_service.memory.allocators import allocate_together
+from loader_service.memory.allocators import HostRegion
 from loader_service.memory.pool import Reservation
 from loader_service.planning.arenas import ARENA_BYTES, OwnedLayout, needs_copies, owned_units
 from loader_service.planning.images import Image
@@ -117,6 +117,7 @@ class OwnedFilling:
         self.scratch_leases = resources.scratch_leases(plan) if needs_copies(plan) else 0
         self._budget_bytes = resources.capacity_bytes - self.scratch_leases * pool.slot_bytes
         self._unit_bytes = min(chunk_bytes, self._budget_bytes // 4)
+        self._region = HostRegion(plan.payload_bytes)
         self._parts = PartReads(plan, chunk_bytes=chunk_bytes, scratch_bytes=pool.slot_bytes, shared=self._shared)
 
     def units(self) -> Iterator[OwnedLayout]:
@@ -130,8 +131,8 @@ class OwnedFilling:
         assert isinstance(memory, Reservation)
         held = self._held(unit.images)
         # Each in blocks of its own, beginning with one, so that it is filled in whole blocks.
-        wanted = [(0 if number in held else nbytes, 0) for number, nbytes in enumerate(unit.buffers)]
-        buffers = [buffer.memoryview for buffer in allocate_together(wanted)]
+        sizes = [0 if number in held else nbytes for number, nbytes in enumerate(unit.buffers)]
+        buffers = [buffer.memoryview for buffer in self._region.allocate(sizes)]
         moved = [0] * len(buffers)
         for image in unit.images:
             if image.memory in held:

@@ -35,6 +35,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # Python does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; Python does not name it
+_REGION_BYTES = 1 << 30
 
 
 class _Mapping(functools.partial[int]):
@@ -49,6 +50,11 @@ class _Mapping(functools.partial[int]):
     def __init__(self, _unmap: Callable[[int, int], int], address: int, nbytes: int) -> None:
         # numpy makes an array over this memory that holds a reference to this object.
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def narrow(self, address: int, nbytes: int) -> None:
+        """Owns only these bytes from now on."""
+        # What pickle calls: the one way to give a partial other arguments.
+        self.__setstate__((self.func, (address, nbytes), {}, None))  # type: ignore[attr-defined]
 
 
 class _HookedMapping(_Mapping):
@@ -111,41 +117,66 @@ def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> H
     interpreter in system calls. Raises MemoryLimitError if the system refuses. Without `huge` the system is asked for
     ordinary pages instead, to measure what they cost.
     """
-    return allocate_together([(nbytes, congruent_to)], huge=huge)[0]
-
-
-def allocate_together(wanted: Sequence[tuple[int, int]], *, huge: bool = True) -> list[HostBuffer]:
-    """Buffers of (nbytes, congruent_to) side by side, so that small ones share huge pages; else as `allocate_host`.
-
-    Each has pages of its own and gives them back by itself. One that is kept keeps, until the system needs memory, the
-    rest of the huge pages that it shares with its neighbours: less than 4 MiB.
-    """
-    if not wanted:
-        return []
-    lengths = []
-    for nbytes, congruent_to in wanted:
-        if nbytes < 0 or congruent_to < 0:
-            raise ConfigError(f"cannot allocate {nbytes} bytes congruent to offset {congruent_to}: both must be >= 0")
-        lengths.append(_round_up(max(1, congruent_to % PAGE_BYTES + nbytes), PAGE_BYTES))
-    address = _map(sum(lengths), sum(nbytes for nbytes, _ in wanted))
+    if nbytes < 0 or congruent_to < 0:
+        raise ConfigError(f"cannot allocate {nbytes} bytes congruent to offset {congruent_to}: both must be >= 0")
+    head_bytes = congruent_to % PAGE_BYTES
+    length = _whole_pages(head_bytes + nbytes)
+    address = _map(length, nbytes)
     if not huge:
-        _advise(address, sum(lengths), "MADV_NOHUGEPAGE")
-    buffers = []
-    for (nbytes, congruent_to), length in zip(wanted, lengths, strict=True):
-        mapping = _Mapping(_libc().munmap, address, length)
-        head_bytes = congruent_to % PAGE_BYTES
-        array = np.asarray(mapping)[head_bytes : head_bytes + nbytes]
-        buffers.append(HostBuffer(mapping, array, address + head_bytes))
-        address += length
-    return buffers
+        _advise(address, length, "MADV_NOHUGEPAGE")
+    return _buffer(address, length, head_bytes, nbytes)
+
+
+class HostRegion:
+    """Buffers side by side, for which the system is asked once in a while: 1 GiB of addresses at a time.
+
+    A call that changes what is mapped waits for the page faults of the threads that read next to it. One for each
+    buffer kept the service's loop from submitting reads: a load of 3 GiB from the page cache took a tenth longer.
+
+    Each buffer has pages of its own and gives them back by itself. One that is kept keeps, until the system needs
+    memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB. What no buffer has taken was
+    never touched, and goes when the region does. Not thread-safe; buffers are.
+    """
+
+    def __init__(self, expected_bytes: int) -> None:
+        """`expected_bytes`: what all buffers will have together, or less; no more addresses than that are taken."""
+        self._expected_bytes = expected_bytes
+        self._rest = _Mapping(_libc().munmap, 0, 0)
+        self._next = self._stop = 0
+
+    def allocate(self, sizes: Sequence[int]) -> list[HostBuffer]:
+        """Buffers of so many bytes each, from a page on. Raises MemoryLimitError if the system refuses."""
+        lengths = [_whole_pages(nbytes) for nbytes in sizes]
+        needed_bytes = sum(lengths)
+        if needed_bytes > self._stop - self._next:
+            self._map_more(needed_bytes, sum(sizes))
+        self._expected_bytes -= needed_bytes
+        address, self._next = self._next, self._next + needed_bytes
+        self._rest.narrow(self._next, self._stop - self._next)
+        buffers = []
+        for nbytes, length in zip(sizes, lengths, strict=True):
+            buffers.append(_buffer(address, length, 0, nbytes))
+            address += length
+        return buffers
+
+    def _map_more(self, needed_bytes: int, wanted_bytes: int) -> None:
+        """Lets the rest go."""
+        length = max(needed_bytes, min(_whole_pages(self._expected_bytes), _REGION_BYTES))
+        try:
+            address = _map(length, wanted_bytes)
+        except MemoryLimitError:
+            if length == needed_bytes:
+                raise
+            length = needed_bytes  # of addresses that are scarce (ulimit -v) no more than must be
+            address = _map(length, wanted_bytes)
+        self._rest = _Mapping(_libc().munmap, address, length)
+        self._next, self._stop = address, address + length
 
 
 def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
     """The first `nbytes` of a memory file (see `shared`), shared with every process that maps it. Keeps them alive."""
-    length = _round_up(max(1, nbytes), PAGE_BYTES)
-    address = _map(length, nbytes, descriptor)
-    mapping = _Mapping(_libc().munmap, address, length)
-    return HostBuffer(mapping, np.asarray(mapping)[:nbytes], address)
+    length = _whole_pages(nbytes)
+    return _buffer(_map(length, nbytes, descriptor), length, 0, nbytes)
 
 
 def collapse_shared(descriptor: int, start: int, stop: int) -> int:
@@ -193,6 +224,17 @@ def _advise(address: int, length: int, name: str) -> None:
     advice = getattr(mmap, name, None)
     if advice is not None and _libc().madvise(address, length, advice):
         _log.debug("%s is refused (%s): the system decides about pages", name, os.strerror(ctypes.get_errno()))
+
+
+def _buffer(address: int, length: int, head_bytes: int, nbytes: int) -> HostBuffer:
+    """Owns the pages [address, address + length), of which the first `head_bytes` are not used."""
+    mapping = _Mapping(_libc().munmap, address, length)
+    return HostBuffer(mapping, np.asarray(mapping)[head_bytes : head_bytes + nbytes], address + head_bytes)
+
+
+def _whole_pages(nbytes: int) -> int:
+    """At least one."""
+    return _round_up(max(1, nbytes), PAGE_BYTES)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -72,13 +72,13 @@ class RangeReader:
         self._refused: dict[str, str] = {}
         self._paths_read: set[str] = set()
         self._of_thread = threading.local()
-        self._copies = threading.BoundedSemaphore(_cores())
+        self._copies = threading.BoundedSemaphore(_copies_at_once())
         starts_anew_in_children(self)
 
     def start_anew(self) -> None:
         """In a forked child the locks may be those of a thread that is not here."""
         self._lock = threading.Lock()
-        self._copies = threading.BoundedSemaphore(_cores())
+        self._copies = threading.BoundedSemaphore(_copies_at_once())
 
     @property
     def statistics(self) -> RangeStatistics:
@@ -359,9 +359,8 @@ def _takes_writes(view: memoryview) -> bool:
         os.close(zeros)
 
 
-def _cores() -> int:
-    """Of this process. So many threads copy from the page cache at once: more would stand in each other's way, and the
-    caller's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _copies_at_once() -> int:
+    """How many threads copy from the page cache at once: one for each core of this process, and one that is about to,
+    while another waits for the interpreter's lock. More would stand in each other's way, and the caller's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loader_service.errors import ConfigError, MemoryLimitError
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, _Mapping, allocate_host, allocate_together
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, _Mapping, allocate_host
 
 MIB = 1 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -221,27 +221,70 @@ def test_threads_may_allocate_and_free_at_once() -> None:
         assert not thread.is_alive()
 
 
-def test_buffers_allocated_together_lie_apart_and_are_given_back_one_by_one() -> None:
-    wanted = [(700_000, 0), (3 << 20, 12_345), (0, 0), (5, 4095), (1 << 20, 4096)]
-    buffers = allocate_together(wanted)
-    assert [buffer.nbytes for buffer in buffers] == [nbytes for nbytes, _ in wanted]
-    assert [buffer.address % 4096 for buffer in buffers] == [congruent % 4096 for _, congruent in wanted]
+def test_buffers_of_a_region_lie_apart_and_are_given_back_one_by_one() -> None:
+    sizes = [700_000, 3 * MIB, 0, 5, MIB]
+    region = HostRegion(8 * MIB)
+    buffers = region.allocate(sizes)
+    assert [buffer.nbytes for buffer in buffers] == sizes
+    assert all(buffer.address % PAGE_BYTES == 0 for buffer in buffers)
     for number, buffer in enumerate(buffers):
         buffer.memoryview[:] = bytes([number + 1]) * buffer.nbytes
     for number, buffer in enumerate(buffers):
         assert bytes(buffer.memoryview) == bytes([number + 1]) * buffer.nbytes, "no two share a byte"
-    process = psutil.Process()
-    before = process.memory_info().rss
+    addresses = [buffer.address for buffer in buffers]
     kept = buffers.pop(3).memoryview
     buffers.clear()
     del buffer
-    assert before - process.memory_info().rss > 4 << 20
+    assert [is_mapped(address) for address in addresses] == [False, False, False, True, False]
     assert bytes(kept) == bytes([4]) * 5
 
 
+def test_a_region_asks_the_system_once_for_many_buffers() -> None:
+    region = HostRegion(64 * MIB)
+    buffers = [region.allocate([MIB - 4096 * (number % 3)])[0] for number in range(64)]
+    ends = [buffer.address + buffer.nbytes for buffer in buffers]
+    assert ends[:-1] == [buffer.address for buffer in buffers[1:]], "side by side"
+    assert is_mapped(ends[-1]), "what is expected lies ready"
+
+
+def test_a_region_grows_by_what_is_needed_beyond_what_was_expected() -> None:
+    region = HostRegion(0)
+    first, second = region.allocate([5 * MIB])[0], region.allocate([9 * MIB])[0]
+    first.memoryview[-1], second.memoryview[-1] = 1, 2
+    assert first.address % HUGE_PAGE_BYTES == second.address % HUGE_PAGE_BYTES == 0
+
+
+def test_what_no_buffer_has_taken_goes_with_the_region_and_the_buffers_stay() -> None:
+    region = HostRegion(64 * MIB)
+    [buffer] = region.allocate([3 * MIB])
+    behind = buffer.address + 3 * MIB
+    assert is_mapped(behind)
+    del region
+    assert not is_mapped(behind)
+    buffer.memoryview[:] = b"x" * buffer.nbytes
+
+
+def test_a_region_takes_no_more_addresses_than_it_must_where_they_are_scarce() -> None:
+    code = """
+import resource, psutil
+from loader_service.errors import MemoryLimitError
+from loader_service.memory.allocators import HostRegion
+region = HostRegion(1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20),) * 2)
+region.allocate([16 << 20])[0].memoryview[-1] = 1
+try:
+    region.allocate([128 << 20])
+except MemoryLimitError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.match(r"128\.00 MiB of memory cannot be had \(.*\): .* is left of the address space limit", done.stdout)
+
+
 @pytest.mark.skipif("[never]" in THP.read_text(), reason="transparent huge pages are switched off")
-def test_small_buffers_allocated_together_get_huge_pages() -> None:
-    buffers = allocate_together([(1 << 20, 0)] * 32)
+def test_small_buffers_of_a_region_get_huge_pages() -> None:
+    region = HostRegion(32 * MIB)
+    buffers = [region.allocate([MIB])[0] for _ in range(32)]
     for buffer in buffers:
         buffer.tensor.fill_(1)
     figures = smaps_of(buffers[0].address)
