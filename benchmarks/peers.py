@@ -43,6 +43,7 @@ TIMES_WHOLE_TENSORS = 3.0  # of rows
 TIMES_WHOLE_FILES = 20.0  # of a draft
 ABOVE_CAPACITY_BYTES = 64 * MIB
 LAG_P99_MS = 5.0
+EVERY_BLOCK_CASES = ("whole", "columns")  # cold, every block of the files comes from the disk, whoever loads
 LAG_CASES = ("whole", "rows", "columns")  # the others are over after too few ticks, or are many small tensors
 
 
@@ -58,6 +59,7 @@ class Target:
     bound: float
     least: bool = True  # whether the bound is the least that will do, or the most
     why: str = ""  # there is no value
+    most: float | None = None  # what the disk itself has, where nobody can have more
 
     @property
     def met(self) -> bool:
@@ -68,7 +70,8 @@ class Target:
     def __str__(self) -> str:
         found = f"not measured ({self.why})" if self.value is None else f"{self.value:.2f}"
         bound = f"at {'least' if self.least else 'most'} {self.bound:g}"
-        return f"{self.text}: {found}, target {bound} ({'met' if self.met else 'MISSED'})"
+        limit = f"; the disk's limit: {self.most:.2f}" if self.most is not None else ""
+        return f"{self.text}: {found}, target {bound} ({'met' if self.met else 'MISSED'}){limit}"
 
 
 def targets_of(all_series: Sequence[Series]) -> list[Target]:
@@ -79,7 +82,8 @@ def targets_of(all_series: Sequence[Series]) -> list[Target]:
         ours = next(each for each in group if each.side.peer == OURS)
         if case == "whole":
             found += _of_whole(ours, group)
-        found += [_times(ours, each, least) for each in group if (least := _least(each)) is not None]
+        ring = limit_s(group) if cache == "cold" and case in EVERY_BLOCK_CASES else None
+        found += [_times(ours, each, least, ring) for each in group if (least := _least(each)) is not None]
         if case != "small":  # its tensor objects alone take more
             text = f"{case}, {cache}: MiB at most above what is delivered"
             most = (CAPACITY_BYTES + ABOVE_CAPACITY_BYTES) / MIB
@@ -105,11 +109,12 @@ def _least(each: Series) -> float | None:
     }[case]
 
 
-def _times(ours: Series, each: Series, least: float) -> Target:
+def _times(ours: Series, each: Series, least: float, ring_s: float | None) -> Target:
     text = f"{each.case.name}, {each.cache}: times as fast as {each.side.label}"
     if each.failure:
         return Target(text, None, least, why=each.failure)
-    return Target(text, each.median("seconds") / ours.median("seconds"), least)
+    seconds = each.median("seconds")
+    return Target(text, seconds / ours.median("seconds"), least, most=None if ring_s is None else seconds / ring_s)
 
 
 def _of_whole(ours: Series, group: Sequence[Series]) -> list[Target]:
@@ -128,6 +133,11 @@ def _of_whole(ours: Series, group: Sequence[Series]) -> list[Target]:
 def limit_of(group: Sequence[Series]) -> float:
     """GiB/s of the faster ring."""
     return max(each.median("gib_per_s") for each in group if each.side.peer == LIMIT)
+
+
+def limit_s(group: Sequence[Series]) -> float:
+    """Seconds of the faster ring, for every byte of the files."""
+    return min(each.median("seconds") for each in group if each.side.peer == LIMIT)
 
 
 # What it says

@@ -103,6 +103,7 @@ def test_a_peer_that_could_not_run_misses_its_target() -> None:
     assert (target.met, target.value) == (False, None)
     assert str(target).endswith("not measured (no wheel | here), target at least 1 (MISSED)")
     assert str(Target("a", 2.0, 1.0, least=False)) == "a: 2.00, target at most 1 (MISSED)"
+    assert str(Target("a", 1.2, 1.4, most=1.28)) == "a: 1.20, target at least 1.4 (MISSED); the disk's limit: 1.28"
 
 
 def test_tables_are_markdown_with_all_sides(capsys: pytest.CaptureFixture[str]) -> None:
