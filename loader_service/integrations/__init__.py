@@ -1,1 +1,1 @@
-"""Adapters for engines, each in a module of its own that is imported by whoever uses it: no engine is imported here."""
+"""Adapters for engines, each in a module of its own for whoever uses it: nothing is loaded here, and no engine."""

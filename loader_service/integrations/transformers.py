@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
@@ -193,7 +193,7 @@ class _Making:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         wrong = {
             "missing": sorted(found["missing_keys"]),
-            "of another shape": sorted(f"{name} ({old} instead of {new})" for name, old, new in _pairs(found)),
+            "of another shape": sorted(map(_mismatch, found["mismatched_keys"])),
             "without memory": [name for name, tensor in tensors if tensor.is_meta],
             "not converted": sorted(str(error) for error in found.get("error_msgs") or ()),
         }
@@ -205,8 +205,12 @@ class _Making:
             )
 
 
-def _pairs(found: dict[str, Any]) -> Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(name, tuple(old), tuple(new)) for name, old, new in found["mismatched_keys"]]
+def _mismatch(found: Any) -> str:  # noqa: ANN401
+    """(name, stored shape, the model's shape) in words; transformers 4 gives the name alone."""
+    if isinstance(found, str):
+        return found
+    name, stored, wanted = found
+    return f"{name} ({tuple(stored)} instead of {tuple(wanted)})"
 
 
 def _shown(names: list[str]) -> str:

@@ -80,6 +80,11 @@ def config_of(folder: Path, load: Mapping[str, object] | None = None, **more: An
     return ls.config_from_dict({"checkpoint": {"path": str(folder)}, "loads": loads, **more})
 
 
+def pretrained(folder: Path, kind: Any = None, **options: Any) -> Any:
+    """The library's own loading; its default dtype changed with version 5."""
+    return (kind or transformers.AutoModelForCausalLM).from_pretrained(folder, **{"dtype": "auto", **options})
+
+
 def logits(model: Any) -> torch.Tensor:
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
     with torch.no_grad():
@@ -107,7 +112,7 @@ def test_a_model_is_what_from_pretrained_makes(tmp_path: Path, model: str, dtype
     folder = save(tmp_path, model, dtype)
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert (folder / "model.safetensors.index.json").is_file()
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    wanted = pretrained(folder)
     found = _blocking(config_of(folder))
     assert_as_pretrained(found.model, wanted)
     assert wanted.dtype == dtype
@@ -120,14 +125,14 @@ def test_a_model_is_what_from_pretrained_makes(tmp_path: Path, model: str, dtype
 @pytest.mark.parametrize("dtype", [torch.float32, "float16"], ids=str)
 def test_another_dtype_is_what_from_pretrained_makes_of_it(tmp_path: Path, dtype: Any) -> None:
     folder = save(tmp_path, "experts")
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    wanted = pretrained(folder, dtype=dtype)
     assert_as_pretrained(_blocking(config_of(folder), dtype=dtype).model, wanted)
     assert wanted.dtype != torch.bfloat16
 
 
 def test_a_class_may_be_named(tmp_path: Path) -> None:
     folder = save(tmp_path, "grouped queries")
-    wanted = transformers.AutoModel.from_pretrained(folder)
+    wanted = pretrained(folder, transformers.AutoModel)
     for named in (transformers.AutoModel, transformers.LlamaModel):
         found = _blocking(config_of(folder), named)
         assert_as_pretrained(found.model, wanted)
@@ -138,7 +143,7 @@ def test_options_are_transformers(tmp_path: Path) -> None:
     folder = save(tmp_path, "grouped queries")
     model = _blocking(config_of(folder), attn_implementation="eager").model
     assert model.config._attn_implementation == "eager"
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    wanted = pretrained(folder, attn_implementation="eager")
     assert_as_pretrained(model, wanted)
 
 
@@ -146,7 +151,7 @@ def test_how_to_generate_comes_from_the_folder(tmp_path: Path, loading: Loading)
     folder = save(tmp_path, "grouped queries")
     transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0).save_pretrained(folder)
     model = loading(config_of(folder)).model
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    wanted = pretrained(folder)
     assert model.generation_config.max_new_tokens == 3
     tokens = torch.tensor([[3, 1, 4]])
     assert torch.equal(model.generate(tokens), wanted.generate(tokens))
@@ -157,7 +162,7 @@ def test_a_list_of_files_has_its_configuration_beside_it_or_elsewhere(tmp_path: 
     folder = save(tmp_path / "model", "tied embeddings")
     files = sorted(map(str, folder.glob("*.safetensors")))
     config = ls.config_from_dict({"checkpoint": {"path": files}, "loads": {"target": {}}})
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    wanted = pretrained(folder)
     assert_as_pretrained(_blocking(config).model, wanted)
     (tmp_path / "moved").mkdir()
     (folder / "config.json").rename(tmp_path / "moved/config.json")
@@ -191,7 +196,7 @@ def test_the_weight_cache_is_not_written_to_through_a_model(tmp_path: Path, load
                 parameter.zero_()
         again = loading(config)
         assert again.report.read_bytes == 0
-        assert_as_pretrained(again.model, transformers.AutoModelForCausalLM.from_pretrained(folder))
+        assert_as_pretrained(again.model, pretrained(folder))
     finally:
         ls.clear_weight_cache()
 
@@ -202,7 +207,11 @@ LACKING = {
     "a weight": ("grouped queries", "*.0.mlp.up_proj.weight", "missing: model.layers.0.mlp.up_proj.weight"),
     "the head": ("grouped queries", "lm_head.*", "missing: lm_head.weight"),
     "one name of a tie": ("tied embeddings", "*embed_tokens*", "missing: .*embed_tokens"),
-    "an expert": ("experts", "*.1.*.experts.2.*", r"of another shape: model.layers.1.mlp.experts.*\(3, "),
+    "an expert": (
+        "experts",
+        "*.1.*.experts.2.*",
+        r"(of another shape: model.layers.1.mlp.experts.*\(3, |missing: model.layers.1.*experts.2)",
+    ),
 }
 
 
@@ -219,7 +228,9 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, "grouped queries")
     changed = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 64}
     (folder / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ls.DestinationError, match=r"mlp.down_proj.weight \(\(32, 48\) instead of \(32, 64\)\)"):
+    with pytest.raises(
+        ls.DestinationError, match=r"of another shape: .*mlp.down_proj.weight( \(\(32, 48\) instead of \(32, 64\)\))?"
+    ):
         _blocking(config_of(folder))
 
 
