@@ -125,7 +125,14 @@ def _mismatch(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
     if tuple(tensor.shape) != spec.shape:
         part = "" if spec.shape == spec.full_shape else f", this rank's part of {spec.full_shape}"
         return f"size mismatch: the checkpoint's shape is {spec.shape}{part}, the module's {tuple(tensor.shape)}"
+    if hasattr(tensor, "__tensor_flatten__"):  # what a wrapper has, whose elements lie in other tensors
+        return f"is a {type(tensor).__name__}, made of other tensors: load into those, before they are wrapped"
     return None if tensor.is_meta else why_unwritable(tensor)
+
+
+def is_small_float(dtype: torch.dtype) -> bool:
+    """Whether numbers of the type (FP8, FP4, scales in E8M0) are stored to be scaled."""
+    return dtype.is_floating_point and dtype.itemsize < 2
 
 
 def _unlike(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
@@ -140,5 +147,4 @@ def _unlike(spec: TensorSpec, tensor: torch.Tensor) -> str | None:
 def _is_convertible(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Between numbers that mean themselves: floating-point of 16 bits and more, integers, complex ones."""
     kinds = [(dtype.is_floating_point, dtype.is_complex) for dtype in (stored, wanted)]
-    small = any(dtype.is_floating_point and dtype.itemsize < 2 for dtype in (stored, wanted))
-    return kinds[0] == kinds[1] and not small
+    return kinds[0] == kinds[1] and not is_small_float(stored) and not is_small_float(wanted)

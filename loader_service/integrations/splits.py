@@ -18,25 +18,24 @@ Presharded: TypeAlias = Container[str] | Callable[[str], bool]
 def refuse_splits(
     load: Load | BlockingLoad, rank: int, engine: str, presharded: Presharded = (), *, how_to_mark: str = ""
 ) -> None:
-    """Raises ConfigError for the first streamed tensor of which this rank takes a part only, and that is not marked.
+    """Raises ConfigError for the first streamed tensor of the rank that rules cut, and that is not marked.
 
-    To be called before anything is consumed. Tables stay out of it: what they are filled into is the caller's. So does
-    a `split` that leaves this rank the whole tensor, as over an axis of one.
+    To be called before anything is consumed. Tables stay out of it: what they are filled into is the caller's. A
+    `split` over an axis of one cuts nothing.
     """
-    marked = presharded if callable(presharded) else presharded.__contains__
+    names = {presharded} if isinstance(presharded, str) else presharded  # a text would contain parts of itself
+    marked = names if callable(names) else names.__contains__
     plan = load.plan.for_rank(rank)
     for number in np.flatnonzero(plan.tensor_group != WHOLE).tolist():
         name = plan.name(number)
         if number in plan.tables or marked(name):
             continue
         spec = load.spec(name)
-        if spec.shape == spec.full_shape and len(spec.parts) == 1:
-            continue
         rules = " and ".join(load.plan.split_rules(name))
         raise ConfigError(
             f"load '{load.name}': tensor '{name}' is cut by {rules}: this rank would get {spec.shape} of "
             f"{spec.full_shape}, but {engine} takes whole tensors and slices for itself. Take the rule out"
-            f"{how_to_mark}; `assign`, `key_prefixes` and `host_resident` still save bytes",
+            f"{how_to_mark}; `assign` and `key_prefixes` still save bytes",
             tensor=name,
             rank=rank,
         )

@@ -18,6 +18,7 @@ import torch
 
 from loader_service.config.schema import ServiceConfig
 from loader_service.errors import ConfigError, DestinationError
+from loader_service.integrations.fit import is_small_float
 from loader_service.integrations.splits import refuse_splits
 from loader_service.report import LoadReport
 from loader_service.service import BlockingLoaderService, LoaderService
@@ -26,6 +27,8 @@ from loader_service.stream import BlockingLoad, Load
 Dtype: TypeAlias = torch.dtype | str
 
 SHOWN_NAMES = 10
+
+_NO_QUANTIZERS = "This adapter knows no quantizers: use from_pretrained, or iterate over the load"
 
 # Of from_pretrained's arguments those that say where weights come from, or that cut them: both are the load's.
 _OURS = frozenset(
@@ -82,7 +85,7 @@ def load_pretrained(
     then works on a thread of asyncio's), a plain call with the blocking one.
 
     `model_class`: a model's class or an Auto class; by default what `config.json` names. `folder`: where `config.json`
-    lies, by default beside the checkpoint. `dtype` and `options` (`attn_implementation`, `device_map`, `key_mapping`,
+    lies, by default beside the checkpoint. `dtype` and `options` (`attn_implementation`, `key_mapping`,
     `trust_remote_code`) mean what they do for `from_pretrained`; those that say where weights come from are a
     ConfigError, as are `split` and `host_resident` rules and quantized checkpoints. DestinationError if a weight of the
     model is missing or has another shape: nothing is left at random values.
@@ -139,10 +142,19 @@ class _Making:
         if table := next(iter(load.tables), None):
             raise ConfigError(
                 f"load '{load.name}': '{table}' stays in host memory by a rule, which no model of transformers can: "
-                "take `host_resident` out of the rule, or leave the name out with `skip` and fill it yourself",
+                "take `host_resident` out of the rule",
                 tensor=table,
                 rank=rank,
             )
+        plan = load.plan.for_rank(rank)
+        for name in map(plan.name, range(len(plan))):
+            if is_small_float(dtype := load.spec(name).dtype):
+                raise ConfigError(
+                    f"load '{load.name}': '{name}' is stored as {dtype}, which transformers would convert without its "
+                    f"scales. {_NO_QUANTIZERS}",
+                    tensor=name,
+                    rank=rank,
+                )
 
     def prepare(self) -> None:
         """Reads config.json and finds the model's class, which must be known before weights are read."""
@@ -155,8 +167,7 @@ class _Making:
         )
         if getattr(self._config, "quantization_config", None) is not None:
             raise ConfigError(
-                f"{self._folder}: the checkpoint is quantized ('quantization_config' in config.json), and this adapter "
-                "knows no quantizers: use from_pretrained, or iterate over the load"
+                f"{self._folder}: the checkpoint is quantized ('quantization_config' in config.json). {_NO_QUANTIZERS}"
             )
         self._class = self._class or _named_class(transformers, self._config, self._folder)
         if not issubclass(self._class, transformers.PreTrainedModel):  # an Auto class: whatever it makes of the config

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import loader_service as ls
 from loader_service.integrations.module import LoadedModule, load_module
@@ -163,6 +164,14 @@ def test_another_shape_is_refused_before_a_byte_is_read(tmp_path: Path, strict: 
         assert_state(module, before)
 
 
+def test_a_tensor_that_is_made_of_others_is_refused(tmp_path: Path) -> None:
+    module = made(2)
+    assert isinstance(module, Net)
+    module.frozen = nn.Parameter(TwoTensor(torch.zeros(3), torch.zeros(3)), requires_grad=False)  # type: ignore[no-untyped-call]
+    with pytest.raises(ls.DestinationError, match=r"'frozen' is a TwoTensor, made of other tensors"):
+        _blocking(checkpoint(tmp_path, saved(made(1))), module)
+
+
 @pytest.mark.parametrize(
     ("stored", "own"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)],
@@ -202,6 +211,16 @@ def test_a_module_on_meta_gets_the_checkpoints_tensors(tmp_path: Path, loading: 
     assert isinstance(module.embed, nn.Embedding)
     assert isinstance(module.embed.weight, nn.Parameter)
     assert found.left_on_meta == ("angles",)
+
+
+def test_a_module_on_meta_takes_owned_tensors_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = saved(made(1))
+    config = checkpoint(tmp_path, state)
+    for other in ("batches", "into"):
+        monkeypatch.delattr(ls.BlockingLoad, other)
+    module = made(2, meta=True)
+    _blocking(config, module)
+    assert_state(module, state)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
@@ -392,20 +411,24 @@ def cut(tmp_path: Path) -> tuple[State, ls.ServiceConfig]:
     return state, checkpoint(tmp_path, state, SPLIT, mesh={"tp": 2})
 
 
+@pytest.mark.parametrize(
+    "marked", [{"layers.0.weight"}, "layers.0.weight and not layers.1.weight"], ids=["one", "none"]
+)
 async def test_a_split_is_refused_on_all_ranks_before_a_byte_is_read(
-    cut: tuple[State, ls.ServiceConfig], tmp_path: Path
+    cut: tuple[State, ls.ServiceConfig], tmp_path: Path, marked: Any
 ) -> None:
     _, config = cut
     seats = make_seats(2)
 
     async def work(seat: Seat) -> None:
         async with seat.service(config) as service:
-            await load_module(service, "target", Half(), presharded={"layers.0.weight"})
+            await load_module(service, "target", Half(), presharded=marked)
 
+    refused = "layers.1.weight" if isinstance(marked, set) else "layers.0.weight"
     for result in await all_of(seats, work):
         assert isinstance(result, ls.ConfigError)
         for text in (
-            "'layers.1.weight'",
+            f"'{refused}'",
             "loads.target.rules[0].split",
             "(4, 6)",
             "(8, 6)",
@@ -413,7 +436,7 @@ async def test_a_split_is_refused_on_all_ranks_before_a_byte_is_read(
             "Take the rule",
         ):
             assert text in str(result), text
-        assert result.tensor == "layers.1.weight"
+        assert result.tensor == refused
     header_end = header_bytes(tmp_path / "model.safetensors")
     assert all(call.offset < header_end for seat in seats for call in seat.storage.reads)
 

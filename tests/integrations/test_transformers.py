@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import loader_service as ls
 from loader_service.integrations.transformers import PretrainedModel, load_pretrained
@@ -239,6 +240,15 @@ def test_rules_that_a_whole_model_has_no_place_for_are_refused(tmp_path: Path, l
     table = {"rules": [{"match": "*embed*", "host_resident": {"layout": "per_rank"}}]}
     with pytest.raises(ls.ConfigError, match=r"'model.embed_tokens.weight' stays in host memory"):
         loading(config_of(folder, table))
+
+
+def test_small_floating_point_numbers_are_refused_whatever_the_configuration_says(tmp_path: Path) -> None:
+    folder = save(tmp_path, "grouped queries", shard="1GB")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ls.ConfigError, match=r"'lm_head.weight' is stored as torch.float8_e4m3fn.*scales"):
+        _blocking(config_of(folder))
 
 
 async def test_a_split_is_refused_on_all_ranks(tmp_path: Path) -> None:
