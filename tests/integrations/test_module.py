@@ -383,6 +383,18 @@ def test_a_module_that_loads_for_itself_is_handed_a_state_dict(tmp_path: Path, l
     assert module.tied.weight is module.tied_too.weight
 
 
+def test_a_module_that_loads_for_itself_keeps_the_dtypes_of_what_has_memory(tmp_path: Path) -> None:
+    state = saved(made(1, Normed).to(torch.bfloat16))
+    module = made(2, Normed)
+    with torch.device("meta"):
+        module.conv = nn.Conv2d(3, 4, 2)
+    found = _blocking(checkpoint(tmp_path, state), module)
+    assert_state(module, {name: state[name].float() for name in found.converted})
+    assert_same(module.conv.weight.detach(), state["conv.weight"])
+    assert "norm.weight" in found.converted
+    assert "conv.weight" not in found.converted
+
+
 def test_strict_also_holds_for_a_module_that_loads_for_itself(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in saved(made(1, Normed)).items() if name != "conv.bias"}
     with pytest.raises(ls.DestinationError, match=r'Missing key.*"conv\.bias"'):

