@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import loader_service as ls
+from loader_service.integrations.fit import loads_itself
 from loader_service.integrations.module import LoadedModule, load_module
 from tests.e2e.seats import Seat, all_of, make_seats
 from tests.support.checkpoints import assert_same
@@ -363,6 +364,26 @@ class Normed(nn.Module):
         self.tied = nn.Linear(8, 8, bias=False)
         self.tied_too = nn.Linear(8, 8, bias=False)
         self.tied_too.weight = self.tied.weight
+
+
+class Overriding(nn.Linear):
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "itself"),
+    [
+        (lambda: nn.BatchNorm1d(3), True),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), True),
+        (lambda: Overriding(3, 3), True),
+        (lambda: nn.TransformerEncoderLayer(8, 2), False),
+        (Net, False),
+    ],
+    ids=["override", "hook", "override of the whole", "layer", "plain"],
+)
+def test_what_loads_for_itself_is_recognised(make: Callable[[], nn.Module], itself: bool) -> None:
+    assert loads_itself(nn.Sequential(nn.Linear(2, 2), make())) == itself
 
 
 @pytest.mark.parametrize("meta", [False, True], ids=["memory", "meta"])
