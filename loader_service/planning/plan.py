@@ -99,17 +99,29 @@ class LoadPlan:
         """The rank's part of a host-resident table; without rows where the rank takes none of it. None for any other
         name. Raises ConfigError for a rank that does not exist."""
         self.mesh.coordinates(rank)
+        position = self._position(name)
+        table = self.decisions.tables.get(position) if position is not None else None
+        if position is None or table is None:
+            return None
+        part = self._part(position, table, rank)
+        return part if self.decisions.taken(position, self.mesh, rank) else replace(part, rows=(0, 0))
+
+    def split_rules(self, name: str) -> tuple[str, ...]:
+        """The key paths of the `split`s that apply to a tensor, as `loads.target.rules[0].split`; empty for names that
+        the load does not have."""
+        position = self._position(name)
+        if position is None:
+            return ()
+        terms = self.decisions.splits(int(self.decisions.signature[position]))
+        return tuple(self.decisions.terms[i].where for i in terms)
+
+    def _position(self, name: str) -> int | None:
+        """The place of a name among the load's tensors."""
         tensor = self.catalog.id_of(name)
         if tensor is None:
             return None
         position = int(np.searchsorted(self.tensor_ids, tensor))
-        if position == len(self.tensor_ids) or self.tensor_ids[position] != tensor:
-            return None
-        table = self.decisions.tables.get(position)
-        if table is None:
-            return None
-        part = self._part(position, table, rank)
-        return part if self.decisions.taken(position, self.mesh, rank) else replace(part, rows=(0, 0))
+        return position if position < len(self.tensor_ids) and self.tensor_ids[position] == tensor else None
 
     def tables_of(self, rank: int) -> tuple[TablePart, ...]:
         """The rank's parts of the host-resident tables that it takes, in plan order. Cheaper than `for_rank`."""

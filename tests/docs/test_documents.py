@@ -16,6 +16,7 @@ OWN = [
     "docs/decisions.md",
     "docs/python-api.md",
     "docs/host-tables.md",
+    "docs/integrations.md",
     "docs/drafts-and-sharing.md",
 ]
 PRAISE = r"\b(?:blazing|lightning|seamless\w*|effortless\w*|powerful|robust|elegant\w*|cutting-edge|simply|easily)\b"

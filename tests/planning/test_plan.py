@@ -78,6 +78,18 @@ def test_every_tensor_says_what_the_rank_gets_of_it() -> None:
     assert (part.storage_shape(empty), part.nbytes(empty)) == ((0, 3), 0)
 
 
+def test_a_plan_says_which_rules_cut_a_tensor() -> None:
+    plan = plan_of(two_shards(), LOAD, MESH)
+    where = {name: plan.split_rules(name) for name in ("m.layers.1.qkv.w", "m.layers.0.o.w", "m.norm", "mtp.0.w", "no")}
+    assert where == {
+        "m.layers.1.qkv.w": (f"loads.{plan.load}.rules[1].split",),
+        "m.layers.0.o.w": (f"loads.{plan.load}.rules[2].split",),
+        "m.norm": (),
+        "mtp.0.w": (),
+        "no": (),
+    }
+
+
 def test_the_plan_is_frozen() -> None:
     plan = plan_of(two_shards(), LOAD, MESH)
     part = plan.for_rank(0)
