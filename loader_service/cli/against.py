@@ -110,7 +110,7 @@ class Against:
         if not cut and self._checksum == "sha256":
             return _WholeCheck(place, stored, nbytes)
         cuts = {each.dim: each for each in stored.cuts}
-        dim = cut[0] if cut else next(iter(cuts), -1)
+        dim = cut[0] if cut else next(iter(cuts), None)
         if not nbytes or len(cut) > 1 or dim not in cuts:
             return _Check(nbytes, 0)
         start, stop = (source[dim].start, source[dim].stop) if cut else (0, cuts[dim].size)

@@ -10,7 +10,7 @@ from typing import Final
 
 from loader_service.checkpoint.dtypes import DTYPES
 from loader_service.checkpoint.refusal import shown
-from loader_service.cli.checksums import Cuts, cuts_of
+from loader_service.cli.checksums import ALL, Cuts, cuts_of
 from loader_service.cli.manifest_json import ManifestFile
 from loader_service.planning.storage import storage_form
 
@@ -25,7 +25,7 @@ _CRCS: Final = re.compile(r"[0-9a-f]*")
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor: its file's base name, and dtype and shape as the header has them. `crc32` has for each dimension that
-    is cut the checksums of its parts, 8 hexadecimal digits each."""
+    is cut the checksums of its parts, 8 hexadecimal digits each, and for `ALL` that of the whole."""
 
     file: str
     dtype: str
@@ -43,7 +43,7 @@ class StoredTensor:
         return int(self.crc32[cuts.dim][part * _HEX_CRC : (part + 1) * _HEX_CRC], 16)
 
     def as_dict(self) -> dict[str, object]:
-        crc32 = {str(dim): digits for dim, digits in self.crc32.items()}
+        crc32 = {_key(dim): digits for dim, digits in self.crc32.items()}
         return {
             "file": self.file,
             "dtype": self.dtype,
@@ -84,6 +84,10 @@ def stored_cuts(dtype: str, shape: tuple[int, ...]) -> tuple[Cuts, ...]:
     """How a tensor of the header's dtype and shape is cut: in the elements that memory and files share."""
     form = storage_form(DTYPES[dtype], shape)
     return cuts_of(form.shape, form.itemsize)
+
+
+def _key(dim: int) -> str:
+    return "all" if dim == ALL else str(dim)
 
 
 def digits_of(values: Sequence[int]) -> str:
@@ -150,10 +154,10 @@ def _stored_tensor(file: ManifestFile, name: str, value: object) -> StoredTensor
 
 def _checksums(value: object, cuts: Sequence[Cuts]) -> dict[int, str] | None:
     """By dimension; None where they are not what a tensor that is cut so has."""
-    if not isinstance(value, dict) or value.keys() != {str(each.dim) for each in cuts}:
+    if not isinstance(value, dict) or value.keys() != {_key(each.dim) for each in cuts}:
         return None
     for each in cuts:
-        digits = value[str(each.dim)]
+        digits = value[_key(each.dim)]
         if not isinstance(digits, str) or len(digits) != each.parts * _HEX_CRC or not _CRCS.fullmatch(digits):
             return None
-    return {each.dim: value[str(each.dim)] for each in cuts}
+    return {each.dim: value[_key(each.dim)] for each in cuts}

@@ -38,7 +38,7 @@ TENSORS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
         "nothing": ("F32", (0, 4)),
         "experts": ("BF16", (4, 48, 24)),
     },
-    "b.safetensors": {"table": ("F8_E4M3", (96, 300)), "mtp.0.w": ("U8", (70000,)), "mtp.1.w": ("U8", (9,))},
+    "b.safetensors": {"table": ("F8_E4M3", (96, 12800)), "mtp.0.w": ("U8", (2 << 20,)), "mtp.1.w": ("U8", (9,))},
 }
 RULES: list[dict[str, object]] = [
     {"match": "rows", "split": {"axis": "tp", "dim": 0}},
@@ -170,7 +170,7 @@ def test_a_page_that_was_zeroed_is_named(
     record = loaded(tmp_path, manifest, capsys, code=3, load="draft")
     first, last = said_range(record["message"])
     assert (record["tensor"], record["phase"]) == ("mtp.0.w", "read")
-    assert first <= at < last <= at + 4096
+    assert first <= at < last <= first + (2 << 20) // 48 + 1
     overwrite(checkpoint, "mtp.0.w", 0, zeroed, len(checkpoint.tensors["mtp.0.w"][2]))
     assert "(all of them are zero)" in loaded(tmp_path, manifest, capsys, code=3, load="draft")["message"]
 
@@ -189,7 +189,7 @@ def test_a_draft_is_checked_against_the_whole_checkpoint_s_manifest(
     write_config(tmp_path)
     overwrite(checkpoint, "rows", 0, flipped)  # not of the draft
     found = loaded(tmp_path, manifest, capsys, load="draft")
-    assert (found["verified"], found["checked_bytes"], found["unchecked_bytes"]) == (True, 70009, 0)
+    assert (found["verified"], found["checked_bytes"], found["unchecked_bytes"]) == (True, (2 << 20) + 9, 0)
     overwrite(checkpoint, "mtp.1.w", 8, flipped)
     assert loaded(tmp_path, manifest, capsys, code=3, load="draft")["tensor"] == "mtp.1.w"
 
@@ -205,12 +205,12 @@ def test_rows_that_come_in_pieces_are_checked_across_them(
     tmp_path: Path, checkpoint: Checkpoint, manifest: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_config(tmp_path)
-    monkeypatch.setattr("loader_service.cli.load.pieces", partial(pieces, piece_bytes=1700))  # of parts of two rows
+    monkeypatch.setattr("loader_service.cli.load.pieces", partial(pieces, piece_bytes=5 * 12800))  # parts have two rows
     assert loaded(tmp_path, manifest, capsys)["verified"] is True
-    at = overwrite(checkpoint, "table", 95 * 300, flipped)
+    at = overwrite(checkpoint, "table", 95 * 12800, flipped)
     record = loaded(tmp_path, manifest, capsys, code=3)
     start, stop = said_range(record["message"])
-    assert (record["tensor"], start, stop) == ("table", at - 300, at + 300)
+    assert (record["tensor"], start, stop) == ("table", at - 12800, at + 12800)
 
 
 class TestSlices:
@@ -233,6 +233,7 @@ class TestSlices:
                 value[own] = (whole.view(torch.uint8) if whole.itemsize == 1 else whole)[source]
             against.begin(plan.name(i), spec)
             against.add(value)
+        threads.stop()
         assert against.checked_bytes + against.unchecked_bytes == plan.payload_bytes
         return against
 
@@ -272,8 +273,8 @@ class TestSlices:
         path = tmp_path / "config.yaml"
         path.write_text(path.read_text().replace("mesh:\n  tp: 1", "mesh: {dp: 2, tp: 2}"))
         plan = plan_of(ls.load_config(path), "all", 4).for_rank(3)
-        with_threads = ReadPool(1, name="loader-crc")
-        against = Against(read_checkpoint_manifest(manifest), manifest, plan, with_threads, checksum="sha256")
+        idle = ReadPool(1, name="loader-crc")
+        against = Against(read_checkpoint_manifest(manifest), manifest, plan, idle, checksum="sha256")
         spec = tensor_spec(plan, plan.index_of("both") or 0)
         against.begin("both", spec)
         against.add(torch.zeros(spec.shape))

@@ -14,6 +14,7 @@ import pytest
 from loader_service.cli import app, manifest_json
 from loader_service.cli.catalogs import read_headers
 from loader_service.cli.checkpoint_manifest import read_checkpoint_manifest
+from loader_service.cli.checksums import ALL_BELOW_BYTES
 from loader_service.cli.hashing import hash_checkpoint
 from loader_service.config.schema import CheckpointConfig
 from loader_service.errors import CheckpointError, ConfigError, ReadError
@@ -70,10 +71,13 @@ def check(found: dict[str, Any], checkpoint: Checkpoint) -> None:
         assert (entry["file"], entry["dtype"], entry["shape"]) == (checkpoint.shard_of[name], code, list(shape))
         assert entry["sha256"] == hashlib.sha256(data).hexdigest()
         if data:
-            first = next(iter(entry["crc32"].values()))
-            rows = shape[0] // (len(first) // 8) if shape else 0
-            row_bytes = len(data) // shape[0] if shape else len(data)
-            assert int(first[:8], 16) == zlib.crc32(data[: max(1, rows) * row_bytes]), name
+            small = ["all"] if len(data) < ALL_BELOW_BYTES else []
+            assert list(entry["crc32"]) == [*small, *map(str, range(len(shape)))]
+            assert not small or int(entry["crc32"]["all"], 16) == zlib.crc32(data), name
+            if shape:
+                first = entry["crc32"]["0"]
+                rows = shape[0] // (len(first) // 8)
+                assert int(first[:8], 16) == zlib.crc32(data[: rows * (len(data) // shape[0])]), name
         else:
             assert entry["crc32"] == {}
 
@@ -188,7 +192,7 @@ class TestFailures:
 
 
 def entry(**changed: object) -> dict[str, object]:
-    crc32 = {"0": "0" * 16, "1": "0" * 24}
+    crc32 = {"all": "0" * 8, "0": "0" * 16, "1": "0" * 24}
     made = {"file": "a", "dtype": "F32", "shape": [2, 3], "sha256": "0" * 64, "crc32": crc32} | changed
     return {name: value for name, value in made.items() if value is not None}
 
@@ -226,9 +230,9 @@ class TestReading:
             (document(entry(dtype="F33")), "its dtype is no code"),
             (document(entry(shape=[2, -3])), "its shape is no list"),
             (document(entry(sha256="0" * 63)), "its sha256 is not"),
-            (document(entry(crc32={"0": "0" * 16})), "its crc32 does not have"),
-            (document(entry(crc32={"0": "0" * 16, "1": "0" * 16})), "its crc32 does not have"),
-            (document(entry(crc32={"0": "0" * 16, "1": "G" * 24})), "its crc32 does not have"),
+            (document(entry(crc32={"all": "0" * 8, "0": "0" * 16})), "its crc32 does not have"),
+            (document(entry(crc32={"all": "0" * 8, "0": "0" * 16, "1": "0" * 16})), "its crc32 does not have"),
+            (document(entry(crc32={"all": "0" * 8, "0": "0" * 16, "1": "G" * 24})), "its crc32 does not have"),
             (document(entry(crc32=[])), "its crc32 does not have"),
         ],
     )
