@@ -147,7 +147,7 @@ class _Place:
     def differs(self, where: str, expected: str, found: str, hint: str = "") -> CheckpointError:
         return self.failure(
             self.tensor,
-            f"is not what the manifest says: {where}, {found} instead of {expected}{hint}; the file, or what came of "
+            f"is not what the manifest says: {where} {found} instead of {expected}{hint}; the file, or what came of "
             "it on its way, is damaged: load again, fetch the file again if it stays so",
         )
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from loader_service.cli import app, manifest_json
+from loader_service.cli import app, hashing, manifest_json
 from loader_service.cli.catalogs import read_headers
 from loader_service.cli.checkpoint_manifest import read_checkpoint_manifest
-from loader_service.cli.checksums import ALL_BELOW_BYTES
+from loader_service.cli.checksums import ALL_BELOW_BYTES, Bytes
 from loader_service.cli.hashing import hash_checkpoint
 from loader_service.config.schema import CheckpointConfig
 from loader_service.errors import CheckpointError, ConfigError, ReadError
@@ -155,10 +155,10 @@ def test_a_damaged_blob_is_named_and_no_manifest_is_written(damage: str, tmp_pat
 
 def test_other_links_and_names_are_nobody_s_hash(tmp_path: Path, capsys: Capture) -> None:
     plain = write_small_checkpoint(tmp_path / "plain")
-    (tmp_path / "blobs").mkdir()
     linked = tmp_path / "linked"
-    linked.mkdir()
-    for name, blob in (("a.safetensors", "blobs/" + "0" * 40), ("b.safetensors", "elsewhere-" + "0" * 64)):
+    for folder in (linked, tmp_path / "blobs", tmp_path / "elsewhere"):
+        folder.mkdir()
+    for name, blob in (("a.safetensors", "blobs/" + "0" * 40), ("b.safetensors", "elsewhere/" + "0" * 64)):
         (plain / name).rename(tmp_path / blob)
         (linked / name).symlink_to(tmp_path / blob)
     assert app.run(["manifest", str(linked), "--out", str(tmp_path / "m.json"), "--json"]) == 0
@@ -179,7 +179,22 @@ class TestFailures:
             hash_checkpoint(catalog, retries=0, chunk_bytes=64)  # so that reads begin behind the header, too
         assert caught.value.errno == 5
 
-    def test_a_file_that_changes_meanwhile(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_replaced_while_it_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = write_small_checkpoint(tmp_path / "c")
+        catalog = read_headers(CheckpointConfig(path=str(folder / "b.safetensors")), retries=0)
+        other = write_small_checkpoint(tmp_path / "other") / "b.safetensors"
+        hashed = hashing._FileTensors.hash
+
+        def replace_and_hash(self: hashing._FileTensors, at: int, data: Bytes) -> None:
+            if other.exists():
+                other.replace(folder / "b.safetensors")
+            hashed(self, at, data)
+
+        monkeypatch.setattr(hashing._FileTensors, "hash", replace_and_hash)
+        with pytest.raises(CheckpointError, match=r"b\.safetensors.*changed"):
+            hash_checkpoint(catalog, retries=0)
+
+    def test_a_file_that_is_not_the_one_of_the_headers(self, tmp_path: Path) -> None:
         folder = write_small_checkpoint(tmp_path)
         catalog = read_headers(CheckpointConfig(path=str(folder)), retries=0)
         write_shard(folder / "b.safetensors", {"other": ("U8", (1,), b"x")})
