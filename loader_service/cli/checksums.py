@@ -22,7 +22,7 @@ MANY_PARTS: Final = 192
 MANY_FROM_BYTES: Final = 48 << 20
 MOST_DIMS: Final = 3  # each is one more pass over the bytes where a manifest is made
 ALL_BELOW_BYTES: Final = 1 << 20
-"""Smaller tensors have a checksum of all of it, too: with 48 parts each, 20,000 of 7 KB took 3.5 s of processor."""
+"""Smaller tensors have a checksum of all of it, too: checking 48 parts of each of 20,000 took 0.7 s more."""
 ALL: Final = -1  # in place of a dimension
 
 Bytes = NDArray[np.uint8]

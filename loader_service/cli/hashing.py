@@ -26,7 +26,6 @@ CHUNK_BYTES: Final = 16 << 20
 MOST_FILES: Final = 8  # at once, with two chunks of memory each
 _JOBS_A_FILE: Final = 4  # the next chunk is read, while files and tensors are hashed in two ways
 _LOOK_EVERY_S: Final = 0.05
-_CLOSE_S: Final = 5.0
 
 
 def hash_checkpoint(
@@ -57,8 +56,6 @@ def hash_checkpoint(
     finally:
         for pool in (workers, jobs):
             pool.stop()
-        for pool in (jobs, workers):
-            pool.shutdown(_CLOSE_S)
         handles.close()
     stored = {shard.name: file for shard, (file, _) in zip(catalog.shards, found, strict=True)}
     return CheckpointManifest(stored, {name: tensor for _, tensors in found for name, tensor in tensors.items()})

@@ -32,7 +32,7 @@ from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.stream import Load
 
-_QUICK_BYTES = 64 << 10  # hashed in 20 to 60 us; another thread costs 100, for each of many thousands of tensors
+_QUICK_BYTES = 64 << 10  # hashed in 20 to 60 us; another thread costs 90, for each of many thousands of tensors
 _UNNAMED = "the only load"  # of a file that cannot be read; ranks meet under any name
 
 
