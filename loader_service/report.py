@@ -24,7 +24,9 @@ class LoadReport:
 
     `read_bytes` is what this rank read of payload for its own use (headers not counted), `striped_bytes` what it read
     ahead for its node, `files_opened` how many shards it opened for payload, `files_read` their base names.
-    `verified` is True or False after a comparison, None when none was asked for. `complete` is False after a `break`.
+    `verified` is True or False after a comparison, None when none was asked for, or not of all bytes. `checked_bytes`
+    and `unchecked_bytes` count those that a manifest could tell of, and the others; None without one. `complete` is
+    False after a `break`.
     """
 
     load: str
@@ -46,6 +48,8 @@ class LoadReport:
     fallbacks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verified: bool | None = None
+    checked_bytes: int | None = None
+    unchecked_bytes: int | None = None
 
     @property
     def gib_per_s(self) -> float:
@@ -75,4 +79,6 @@ class LoadReport:
             "fallbacks": list(self.fallbacks),
             "warnings": list(self.warnings),
             "verified": self.verified,
+            "checked_bytes": self.checked_bytes,
+            "unchecked_bytes": self.unchecked_bytes,
         }

@@ -11,12 +11,24 @@ import os
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn, cast
 
 import typer
 
+from loader_service.cli.options import (
+    BenchCache,
+    BenchForm,
+    ByChecksum,
+    Config,
+    Debug,
+    IgnoreIndex,
+    Json,
+    Level,
+    LoadName,
+    LogLevel,
+    Paths,
+)
 from loader_service.cli.output import (
     PROGRAM,
     drop_stdout,
@@ -45,30 +57,6 @@ from loader_service.sizes import parse_size
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 
-class LogLevel(StrEnum):
-    """Levels of `--log-level`."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class BenchForm(StrEnum):
-    """What `bench` takes of a load."""
-
-    OWNED = "owned"
-    BATCHES = "batches"
-
-
-class BenchCache(StrEnum):
-    """The page cache before a load of `bench`."""
-
-    COLD = "cold"
-    WARM = "warm"
-    AS_IS = "as-is"
-
-
 @dataclass(frozen=True, slots=True)
 class _Invocation:
     """A parsed command line: `work` does the command and returns its exit code. `tells_others`: it does so also when it
@@ -80,14 +68,6 @@ class _Invocation:
     log_level: LogLevel
     tells_others: bool = False
 
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
-Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged to stderr.", case_sensitive=False)]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file; see `loader-service schema`.")]
-LoadName = Annotated[
-    str | None, typer.Option("--load", help="Which of the YAML file's loads (default: its only one).", metavar="NAME")
-]
 
 app = typer.Typer(
     name=PROGRAM,
@@ -109,12 +89,9 @@ app = typer.Typer(
 
 @app.command("inspect")
 def inspect_command(
-    paths: Annotated[
-        list[str],
-        typer.Argument(metavar="PATH...", help="A checkpoint's folder, one .safetensors file, or all of its files."),
-    ],
+    paths: Paths,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
-    ignore_index: Annotated[bool, typer.Option("--ignore-index", help="Let the headers alone decide.")] = False,
+    ignore_index: IgnoreIndex = False,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -173,6 +150,18 @@ def load_command(
             "name gets .rank0, .rank1, ... before its suffix.",
         ),
     ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="MANIFEST",
+            help="Check what this rank takes, as it goes by, against the checkpoint's manifest (see `manifest`).",
+        ),
+    ] = None,
+    checksum: Annotated[
+        ByChecksum | None,
+        typer.Option("--checksum", help="What --against compares whole tensors by (default: crc32); slices by CRC-32."),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -182,9 +171,34 @@ def load_command(
     def work() -> int:
         from loader_service.cli.load import LoadOptions, run_load
 
-        return run_load(LoadOptions(config, load, verify, manifest, as_json=json, debug=debug))
+        by = ByChecksum.CRC32 if checksum is None else checksum
+        if checksum is not None and against is None:
+            raise ConfigError("--checksum says what --against compares by: give --against MANIFEST too")
+        return run_load(LoadOptions(config, load, verify, manifest, against, by.value, as_json=json, debug=debug))
 
     return _Invocation(work, json, debug, log_level, tells_others=True)
+
+
+@app.command("manifest")
+def manifest_command(
+    paths: Paths,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write it there instead of on stdout.")
+    ] = None,
+    ignore_index: IgnoreIndex = False,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> _Invocation:
+    """Write checksums of a checkpoint's files and tensors, for `load --against`. Every file is read whole, once; one
+    that a Hugging Face cache names by its SHA-256 must have it. Code 3 if not."""
+
+    def work() -> int:
+        from loader_service.cli.manifest import make_manifest
+
+        return make_manifest(paths, out, ignore_index=ignore_index, as_json=json)
+
+    return _Invocation(work, json, debug, log_level)
 
 
 @app.command("bench")
@@ -239,7 +253,7 @@ def bench_command(
 
 @app.command("compare")
 def compare_command(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="A manifest that `load --manifest` has written.")],
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="What `load --manifest` or `manifest` has written.")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
     json: Json = False,
     debug: Debug = False,

@@ -1,31 +1,27 @@
-"""`compare`: what two manifests, as `load --manifest` writes them, say of the same tensors."""
+"""`compare`: what two manifests, of what ranks got or of checkpoints, say of the same tensors."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from loader_service.checkpoint.dtypes import DTYPES
 from loader_service.checkpoint.refusal import shown
+from loader_service.cli.checkpoint_manifest import checkpoint_manifest, is_of_a_checkpoint
+from loader_service.cli.manifest_json import ManifestFile
 from loader_service.cli.output import print_document
-from loader_service.errors import EXIT_CHECKPOINT, EXIT_OK, ConfigError
+from loader_service.errors import EXIT_CHECKPOINT, EXIT_OK
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-MAX_MANIFEST_BYTES: Final = 256 << 20
-"""More than a million tensors; whatever is larger is another kind of file."""
-
 _MOST_ROWS: Final = 20
 _MOST_CHARACTERS: Final = 200
+_ADVICE: Final = "two files that `load --manifest` or `manifest` has written"
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -90,47 +86,15 @@ def compare(a: Mapping[str, Entry], b: Mapping[str, Entry]) -> Comparison:
 
 def read_manifest(path: Path) -> dict[str, Entry]:
     """A manifest's entries in its order. Raises ConfigError where it cannot be read, or is anything else."""
-    text = _text_of(path)
-    try:
-        top: object = json.JSONDecoder(object_pairs_hook=partial(_without_repeats, path)).decode(text)
-    except (ValueError, RecursionError) as error:
-        raise _refusal(path, f"it is not JSON: {error}") from None
-    if not isinstance(top, dict):
-        raise _refusal(path, "it is no object of tensor names")
-    return {name: _entry(path, name, value) for name, value in top.items()}
+    file = ManifestFile(path, _ADVICE)
+    top = file.read()
+    if is_of_a_checkpoint(top):
+        tensors = checkpoint_manifest(file, top).tensors
+        return {name: Entry(tensor.dtype, tensor.shape, tensor.sha256) for name, tensor in tensors.items()}
+    return {name: _entry(file, name, value) for name, value in top.items()}
 
 
-def _text_of(path: Path) -> str:
-    try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise _refusal(path, "it is no regular file")
-            if found.st_size > MAX_MANIFEST_BYTES:
-                raise _refusal(path, f"it has {found.st_size} bytes, more than {MAX_MANIFEST_BYTES} are not read")
-            return file.read(found.st_size).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise _refusal(path, "it is not UTF-8") from None
-    except OSError as error:
-        words = f"{path}: the manifest cannot be read: {error.strerror}; check the path and its rights"
-        raise ConfigError(words, path=str(path), errno=error.errno) from error
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe, too, that nobody writes to."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _without_repeats(path: Path, pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _refusal(path, f"{shown(name)} is in it twice")
-        found[name] = value
-    return found
-
-
-def _entry(path: Path, name: str, value: object) -> Entry:
+def _entry(file: ManifestFile, name: str, value: object) -> Entry:
     problem = "must be an object with dtype, shape and sha256, and nothing else"
     if isinstance(value, dict) and value.keys() == {"dtype", "shape", "sha256"}:
         dtype, shape, sha256 = value["dtype"], value["shape"], value["sha256"]
@@ -142,12 +106,7 @@ def _entry(path: Path, name: str, value: object) -> Entry:
             problem = "its sha256 is not 64 hexadecimal digits in lower case"
         else:
             return Entry(dtype, tuple(shape), sha256)
-    raise _refusal(path, f"tensor {shown(name)}: {problem}", tensor=name[:_MOST_CHARACTERS])
-
-
-def _refusal(path: Path, cause: str, *, tensor: str | None = None) -> ConfigError:
-    words = f"{path}: no manifest: {cause}; give two files that `load --manifest` has written"
-    return ConfigError(words, path=str(path), tensor=tensor)
+    raise file.refusal(problem, tensor=name)
 
 
 def _show(found: Comparison) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from loader_service.cli import ranks
+from loader_service.cli.against import THREADS, Against, Checksum
 from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
+from loader_service.cli.checkpoint_manifest import CheckpointManifest, read_checkpoint_manifest
 from loader_service.cli.host_rows import pieces
 from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
@@ -22,23 +25,28 @@ from loader_service.cli.signals import interruptions
 from loader_service.config.schema import ServiceConfig, check_world_size
 from loader_service.errors import LoadCancelledError, LoaderError
 from loader_service.filling import TensorSpec
+from loader_service.planning.plan import RankPlan
+from loader_service.reading.threads import ReadPool
 from loader_service.report import LoadReport
 from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.stream import Load
 
+_QUICK_BYTES = 64 << 10  # hashed in 20 to 60 us; another thread costs 90, for each of many thousands of tensors
 _UNNAMED = "the only load"  # of a file that cannot be read; ranks meet under any name
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What the command line said. `load` None: the file's only one. `manifest` is the name before a rank is put into
-    it."""
+    it, `against` the whole checkpoint's, which every rank reads, and `checksum` what of it counts."""
 
     config: Path
     load: str | None
     verify: bool
     manifest: Path | None
+    against: Path | None
+    checksum: Checksum
     as_json: bool
     debug: bool
 
@@ -48,29 +56,83 @@ def run_load(options: LoadOptions) -> int:
     place = ranks.place_from()
     with interruptions(several_ranks=not place.alone) as signals:
         try:
-            config, load = _checked(options, place)
+            config, load, known = _checked(options, place)
             if signals.first is not None:
                 raise LoadCancelledError(f"interrupted by {signals.first.name}")
         except LoaderError as error:
             return asyncio.run(refused(options, place, Meeting(options.load or _UNNAMED), error, signals))
-        return asyncio.run(_LoadProcess(options, place, config, load).main(signals))
+        return asyncio.run(_LoadProcess(options, place, config, load, known).main(signals))
 
 
-def _checked(options: LoadOptions, place: ranks.Place) -> tuple[ServiceConfig, str]:
-    """The configuration and which of its loads, once everything is right that needs no other rank and no checkpoint."""
+def _checked(options: LoadOptions, place: ranks.Place) -> tuple[ServiceConfig, str, CheckpointManifest | None]:
+    """The configuration, which of its loads, and the manifest that it is checked against, once everything is right that
+    needs no other rank and no checkpoint."""
     config, load = load_of(options.config, options.load)
     check_world_size(config, place.world_size, coords_given=False)
     if options.manifest is not None:
         check_writable(manifest_path(options.manifest, place.rank, place.world_size))
-    return config, load
+    known = read_checkpoint_manifest(options.against) if options.against is not None else None
+    return config, load, known
+
+
+@dataclass(frozen=True, slots=True)
+class _Looks:
+    """What looks at every tensor. All block."""
+
+    reference: Reference | None
+    manifest: Manifest | None
+    against: Against | None
+
+    def is_quick(self, value: torch.Tensor) -> bool:
+        """Whether it takes less than to give it to another thread, or nothing."""
+        if self.reference is not None:
+            return False
+        return value.nbytes <= _QUICK_BYTES or (self.manifest is None and self.against is None)
+
+    def begin(self, name: str, spec: TensorSpec) -> None:
+        """A tensor comes next, or rows of it."""
+        if self.against is not None:
+            self.against.begin(name, spec)
+
+    def look(self, name: str, value: torch.Tensor, spec: TensorSpec) -> None:
+        """At a tensor, or at rows of one, which come in order. Raises CheckpointError where it is not as it must be."""
+        if self.reference is not None:
+            self.reference.compare(name, value, spec)
+        if self.against is not None:
+            self.against.add(value)
+        if self.manifest is not None:
+            self.manifest.add(name, value)
+
+    def reported(self, report: LoadReport) -> LoadReport:
+        """The report, with what was compared. `verified` is true only of all that the rank has taken."""
+        against = self.against
+        all_checked = against is not None and not against.unchecked_bytes
+        report = dataclasses.replace(report, verified=True if self.reference is not None or all_checked else None)
+        if against is None:
+            return report
+        words = () if against.words is None else (against.words,)
+        return dataclasses.replace(
+            report,
+            checked_bytes=against.checked_bytes,
+            unchecked_bytes=against.unchecked_bytes,
+            fallbacks=(*report.fallbacks, *words),
+        )
 
 
 class _LoadProcess(RankProcess):
     """One load in one process."""
 
-    def __init__(self, options: LoadOptions, place: ranks.Place, config: ServiceConfig, load: str) -> None:
+    def __init__(
+        self,
+        options: LoadOptions,
+        place: ranks.Place,
+        config: ServiceConfig,
+        load: str,
+        known: CheckpointManifest | None,
+    ) -> None:
         super().__init__(options, place, Meeting(load), config.agreement)
         self._options = options
+        self._known = known
         self._config = config
         self._name = load
         self._progress: LoadProgress = progress_of(load, shown=place.rank == 0)
@@ -124,20 +186,38 @@ class _LoadProcess(RankProcess):
                 plan = load.plan.for_rank(self._place.rank)
                 manifest = Manifest(plan) if options.manifest is not None else None
                 self._progress.begin(plan.payload_bytes)
-                with self._progress, Reference(plan) as reference:
-                    await self._consume(load, reference if options.verify else None, manifest)
-            return dataclasses.replace(load.report, verified=True if options.verify else None), manifest
+                with self._progress, Reference(plan) as reference, self._against(plan) as against:
+                    looks = _Looks(reference if options.verify else None, manifest, against)
+                    await self._consume(load, looks)
+            return looks.reported(load.report), manifest
 
-    async def _consume(self, load: Load, reference: Reference | None, manifest: Manifest | None) -> None:
+    @contextlib.contextmanager
+    def _against(self, plan: RankPlan) -> Iterator[Against | None]:
+        """What checks against the manifest of the checkpoint, and its threads, if one was given."""
+        if self._known is None or self._options.against is None:
+            yield None
+            return
+        threads = ReadPool(THREADS, name="loader-crc")
+        try:
+            yield Against(self._known, self._options.against, plan, threads, checksum=self._options.checksum)
+        finally:
+            threads.stop()
+
+    async def _consume(self, load: Load, looks: _Looks) -> None:
         """Takes every tensor and drops it after use: no more of them lives than what is being looked at."""
 
         async def take(name: str, value: torch.Tensor, spec: TensorSpec) -> None:
-            if reference is not None or manifest is not None:
-                await self._in_thread(_look_at(name, value, spec, reference, manifest))
+            if looks.is_quick(value):
+                looks.look(name, value, spec)
+            else:
+                await self._in_thread(partial(looks.look, name, value, spec))
             self._progress.advance(value.nbytes)
 
+        if looks.against is not None:
+            await self._in_thread(looks.against.check_names)
         async for name, value in load:
             spec = load.spec(name)
+            looks.begin(name, spec)
             if isinstance(value, RowSource):
                 self._progress.rows_of(name)
                 async for rows, own_spec in pieces(name, value, spec):
@@ -146,15 +226,3 @@ class _LoadProcess(RankProcess):
                 await take(name, value, spec)
             self._progress.tensor_done()
             del value
-
-
-def _look_at(
-    name: str, value: torch.Tensor, spec: TensorSpec, reference: Reference | None, manifest: Manifest | None
-) -> Callable[[], None]:
-    def look() -> None:
-        if reference is not None:
-            reference.compare(name, value, spec)
-        if manifest is not None:
-            manifest.add(name, value)
-
-    return look

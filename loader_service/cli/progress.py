@@ -1,4 +1,4 @@
-"""Progress of a load, on stderr: a bar where a person watches, else a line now and then."""
+"""Progress of a load, or of a manifest, on stderr: a bar where a person watches, else a line now and then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ def progress_of(load: str, *, shown: bool) -> LoadProgress:
     """A bar if stderr is a terminal, else lines; nothing unless `shown` (on one rank of all)."""
     if not shown:
         return _NoProgress()
-    return _BarProgress(load) if sys.stderr.isatty() else _LineProgress(load)
+    return _BarProgress(f"load {load}") if sys.stderr.isatty() else _LineProgress(load)
+
+
+def hashing_progress() -> LoadProgress:
+    """The same, of files that are read to be hashed."""
+    return _BarProgress("manifest", counts="") if sys.stderr.isatty() else _HashingLines("")
 
 
 class _NoProgress:
@@ -117,28 +122,42 @@ class _LineProgress(_NoProgress):
         if self._total_bytes is None:
             log.info("load '%s': reading headers, or waiting for other ranks", self._load)
             return
-        rate = format_rate(self._done_bytes / max(now_s - self._started_s, 1e-9))
-        done, total = format_size(self._done_bytes), format_size(self._total_bytes)
+        self._say(
+            format_size(self._done_bytes),
+            format_size(self._total_bytes),
+            format_rate(self._done_bytes / max(now_s - self._started_s, 1e-9)),
+        )
+
+    def _say(self, done: str, total: str, rate: str) -> None:
         rows = f"; reading rows of '{self._table}'" if self._table else ""
         more = rows if self._slowest is None else f"{rows}; waiting for rank {self._slowest}"
         log.info("load '%s': %s of %s, %d tensors, %s%s", self._load, done, total, self._tensors, rate, more)
 
 
+class _HashingLines(_LineProgress):
+    """Of files that are read to be hashed: there are bytes, and nothing else to count."""
+
+    def _say(self, done: str, total: str, rate: str) -> None:
+        log.info("manifest: %s of %s, %s", done, total, rate)
+
+
 class _BarProgress:
     """A live bar. Log lines that come meanwhile are printed above it."""
 
-    def __init__(self, load: str) -> None:
+    def __init__(
+        self, what: str, *, counts: str = "{task.fields[tensors]} tensors{task.fields[rows]}{task.fields[slowest]}"
+    ) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             _DoneColumn(),
             _RateColumn(),
-            TextColumn("{task.fields[tensors]} tensors{task.fields[rows]}{task.fields[slowest]}"),
+            TextColumn(counts),
             TimeRemainingColumn(),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
         )
-        self._task = self._progress.add_task(f"load {load}", total=None, tensors=0, rows="", slowest="")
+        self._task = self._progress.add_task(what, total=None, tensors=0, rows="", slowest="")
         self._tensors = 0
 
     def __enter__(self) -> Self:

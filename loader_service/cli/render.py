@@ -216,13 +216,19 @@ def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
             format_size(cast("int", document["peak_staging_bytes"])),
             f"{cast('float', document['seconds']):.3f}",
             f"{cast('float', document['gib_per_s']):.2f}",
-            {True: "yes", False: "no", None: "not asked for"}[cast("bool | None", document["verified"])],
+            _verified(document),
         )
     lines: list[str] = []
     for kind, key in (("fallback", "fallbacks"), ("warning", "warnings")):
         said = dict.fromkeys(text for document in documents for text in cast("Sequence[str]", document[key]))
         lines += [f"{kind}: {text}" for text in said]
     show(by_rank, *_policies(documents), *map(escape, lines))
+
+
+def _verified(document: Mapping[str, object]) -> str:
+    if document["verified"] is None and document["checked_bytes"] is not None:
+        return f"{format_size(cast('int', document['checked_bytes']))} of it"
+    return {True: "yes", False: "no", None: "not asked for"}[cast("bool | None", document["verified"])]
 
 
 _OF_WHAT = {

@@ -30,11 +30,11 @@ Patch = pytest.MonkeyPatch
 def processes(tmp_path: Path) -> Iterator[list[_LoadProcess]]:
     """Two ranks' loads in this process, of one real checkpoint, that meet in one real store."""
     path = write_config(tmp_path / "c.yaml", write_small_checkpoint(tmp_path / "checkpoint"), ranks=2, **SETTINGS)
-    options = LoadOptions(path, "all", verify=False, manifest=tmp_path / "m.json", as_json=True, debug=False)
+    options = LoadOptions(path, "all", False, tmp_path / "m.json", None, "crc32", as_json=True, debug=False)
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
     address, config = f"127.0.0.1:{server.port}", load_config(path)
     places = [ranks.Place(rank, 2, Rendezvous(address, rank, 2, "after", served=True)) for rank in (0, 1)]
-    made = [_LoadProcess(options, place, config, "all") for place in places]
+    made = [_LoadProcess(options, place, config, "all", None) for place in places]
     yield made
     for one in made:
         one._threads.stop()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loader_service.cli import app, comparing
+from loader_service.cli import app, manifest_json
 from tests.cli.support import write_config, write_small_checkpoint
 from tests.support.shards import pattern_bytes, write_shard
 
@@ -214,10 +214,10 @@ def test_a_byte_order_mark_is_no_difference(tmp_path: Path) -> None:
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / "b.json", "wb") as file:
-        file.truncate(comparing.MAX_MANIFEST_BYTES + 1)
+        file.truncate(manifest_json.MAX_MANIFEST_BYTES + 1)
     (tmp_path / "a.json").write_text("{}")
     assert app.run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
-    assert f"it has {comparing.MAX_MANIFEST_BYTES + 1} bytes" in capsys.readouterr().err
+    assert f"it has {manifest_json.MAX_MANIFEST_BYTES + 1} bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

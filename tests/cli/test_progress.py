@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from loader_service.cli import app, progress
+from loader_service.sizes import format_size
 from tests.cli.support import write_config, write_small_checkpoint
 
 
@@ -30,6 +31,22 @@ def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_one_document(
     assert json.loads(capsys.readouterr().out)["tensors"] == 8
     assert "load all" in terminal.getvalue()
     assert "8 tensors" in terminal.getvalue()
+
+
+def test_a_manifest_has_a_bar_of_bytes_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_small_checkpoint(tmp_path / "checkpoint")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    assert app.run(["manifest", str(folder), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 8
+    total = format_size(sum(file.stat().st_size for file in folder.iterdir()))
+    assert "manifest" in terminal.getvalue()
+    assert f"{total} of {total}" in terminal.getvalue()
+    assert "tensors" not in terminal.getvalue()
 
 
 class TestLines:
@@ -56,6 +73,15 @@ class TestLines:
         now_s[0] += progress.LINE_EVERY_S
         lines.tick()
         assert len(caplog.messages) == 2
+
+    def test_of_a_manifest_they_count_bytes(self, now_s: list[float], caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "loader_service")
+        lines = progress.hashing_progress()
+        lines.begin(4 << 30)
+        lines.advance(1 << 30)
+        now_s[0] += progress.LINE_EVERY_S
+        lines.tick()
+        assert caplog.messages == ["manifest: 1.00 GiB of 4.00 GiB, 0.20 GiB/s"]
 
     def test_rows_of_a_table_are_named_and_their_pieces_are_no_tensors(
         self, now_s: list[float], caplog: pytest.LogCaptureFixture

@@ -65,8 +65,8 @@ def process(place: Place) -> Any:
     config = ls.config_from_dict(
         {"checkpoint": {"path": "/nowhere"}, "loads": {"all": {}}, "agreement": {"timeout_s": 10}}
     )
-    options = LoadOptions(Path("c.yaml"), "all", False, None, as_json=True, debug=False)
-    return load._LoadProcess(options, place, config, "all")
+    options = LoadOptions(Path("c.yaml"), "all", False, None, None, "crc32", as_json=True, debug=False)
+    return load._LoadProcess(options, place, config, "all", None)
 
 
 def test_a_signal_ends_a_command_that_is_no_load_where_it_is(now_s: list[float]) -> None:

@@ -168,7 +168,7 @@ def test_following_the_readme_leaves_nothing_in_a_clone_that_git_does_not_ignore
 
 def test_the_readme_shows_every_command() -> None:
     shown = {args[0] for args in commands("README.md", "loader-service")}
-    assert shown == {"inspect", "plan", "load", "bench", "compare", "demo", "schema"}
+    assert shown == {"inspect", "plan", "load", "manifest", "bench", "compare", "demo", "schema"}
 
 
 def test_the_torchrun_line_names_what_the_demo_makes() -> None:
