@@ -44,6 +44,14 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collector_sees_what_a_module_makes() -> None:
+    """Takes all that was there before out of the garbage collector's sight. Many a test collects, to see that nothing
+    is left of it; to go through the 380,000 objects of all test modules took 0.3 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def blocking_detector() -> Iterator[BlockBuster]:
     """Makes a blocking call under a running event loop raise, on any thread, if loader_service is in the call stack.

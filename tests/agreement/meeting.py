@@ -26,7 +26,7 @@ GONE_WITHIN_S = 60.0
 
 
 def impatient(timeout_s: float) -> Any:
-    return SimpleNamespace(timeout_s=timeout_s, start_timeout_s=60.0, grace_s=10.0)
+    return SimpleNamespace(timeout_s=timeout_s, start_timeout_s=60.0, grace_s=4.0)
 
 
 def meet(rank: Rank, settings: Any = PATIENT, *, agent: str | None = None) -> Group:

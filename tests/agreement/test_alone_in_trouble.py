@@ -20,7 +20,7 @@ from loader_service.errors import ConfigError, LoaderError, RankFailure
 from tests.e2e.seats import serve
 from tests.support.ranks import Outcome, Rank, run_ranks
 
-SETTINGS = SimpleNamespace(timeout_s=20.0, start_timeout_s=40.0, grace_s=5.0)
+SETTINGS = SimpleNamespace(timeout_s=20.0, start_timeout_s=40.0, grace_s=2.0)
 SAME = PhaseRecord("same", counted={"node": "n"})
 
 

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,9 +255,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(peers_runs, "_started", started)
     monkeypatch.setattr(peers_runs, "condition_memory", lambda nbytes: nbytes)
-    # Going through all objects of this process for each side would be most of the time.
-    nothing = {name: lambda: None for name in ("collect", "freeze", "unfreeze")}
-    monkeypatch.setattr(peers_sides, "gc", SimpleNamespace(**nothing))
 
 
 def lines_of(out: str) -> list[str]:

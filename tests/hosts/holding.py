@@ -43,7 +43,7 @@ def hold(rank: Rank, folder: str, timeout_s: float) -> None:
 
 
 def disturb(
-    hosts: Hosts, folder: Path, action: Callable[[list[int]], None], *, timeout_s: float = 3.0
+    hosts: Hosts, folder: Path, action: Callable[[list[int]], None], *, timeout_s: float = 2.0
 ) -> list[Outcome]:
     """Runs `action(pids)` once every rank stands in the middle of its load; what became of them, by rank."""
     there: set[int] = set()

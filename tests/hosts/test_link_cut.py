@@ -44,7 +44,7 @@ def test_both_hosts_of_torchrun_end_with_code_4_when_the_link_is_cut(tmp_path: P
         tmp_path / "config.yaml",
         write_small_checkpoint(tmp_path / "checkpoint"),
         ranks=RANKS,
-        agreement={"timeout_s": 3, "start_timeout_s": 60, "grace_s": 0.2},
+        agreement={"timeout_s": 2, "start_timeout_s": 60, "grace_s": 0.2},
     )
     program = ["-m", "tests.hosts.stuck_rank", str(tmp_path), "load", str(config), "--load", "all", "--json"]
     with two_hosts() as hosts:
@@ -69,7 +69,7 @@ def test_a_link_that_is_cut_in_one_direction_ends_both_sides(direction: Directio
     with two_hosts("relay") as hosts:
         assert hosts.relay is not None
         relay = hosts.relay
-        outcomes = disturb(hosts, checkpoint.folder, lambda pids: relay.cut(direction), timeout_s=2)
+        outcomes = disturb(hosts, checkpoint.folder, lambda pids: relay.cut(direction))
     causes = [cause(outcome) for outcome in outcomes]
     no_sign_of_life = [("RankFailure", "LostRank", rank) for rank in ON_SECOND]
     no_answer = ("RankFailure", "LostStore", 0)
@@ -82,7 +82,7 @@ def test_a_link_that_is_cut_in_one_direction_ends_both_sides(direction: Directio
 
 def test_a_rank_that_is_killed_on_the_other_host_is_named_by_all(checkpoint: Checkpoint) -> None:
     with two_hosts() as hosts:
-        outcomes = disturb(hosts, checkpoint.folder, lambda pids: os.kill(pids[3], signal.SIGKILL), timeout_s=2)
+        outcomes = disturb(hosts, checkpoint.folder, lambda pids: os.kill(pids[3], signal.SIGKILL))
     assert outcomes[3].exitcode == -signal.SIGKILL
     for rank in (*ON_FIRST, 2):
         assert cause(outcomes[rank]) == ("RankFailure", "LostRank", 3)

@@ -20,11 +20,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return awkward_checkpoint(tmp_path_factory.mktemp("awkward"))
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Its largest tensor is above most budgets too, and not 30,000 of the smallest chunks."""
+    return awkward_checkpoint(tmp_path_factory.mktemp("small"), columns=70)
+
+
 @pytest.mark.parametrize("capacity", [4096, 10_000, "64KiB", "1MiB", "1GiB"])
 @pytest.mark.parametrize("chunk", [64, 5000, "16MiB"])
 async def test_everything_comes_out_whole_through_any_budget(
-    checkpoint: Checkpoint, capacity: int | str, chunk: int | str
+    checkpoint: Checkpoint, small: Checkpoint, capacity: int | str, chunk: int | str
 ) -> None:
+    checkpoint = small if chunk == 64 else checkpoint
     config = checkpoint.config(staging={"capacity_bytes": capacity}, reads={"chunk_bytes": chunk})
     async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
         items = [item async for item in load]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,11 +143,9 @@ def reads_of_bytes(storages: Sequence[FakeStorage], checkpoint: Checkpoint, name
 def left_behind() -> list[str]:
     """What this process has of shared tables and of the sockets that hand them over."""
     own = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:loader-service" in line]
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            target = os.readlink(f"/proc/self/fd/{number}")
-            own += [target] if "memfd:loader-service" in target or target in _doors() else []
-    return own
+    open_ = _descriptors().values()
+    doors = _doors() if any(target.startswith("socket:") for target in open_) else set()
+    return own + [target for target in open_ if "memfd:loader-service" in target or target in doors]
 
 
 def opened_since(before: Mapping[int, str]) -> list[str]:
