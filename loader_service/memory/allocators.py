@@ -35,7 +35,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # Python does not name it
 _MADV_COLLAPSE = 25  # Linux 6.1; Python does not name it
-_REGION_BYTES = 1 << 30
+_REGION_BYTES = 64 << 20
 
 
 class _Mapping(functools.partial[int]):
@@ -128,10 +128,12 @@ def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> H
 
 
 class HostRegion:
-    """Buffers side by side, for which the system is asked once in a while: 1 GiB of addresses at a time.
+    """Buffers side by side, for which the system is asked once in a while: 64 MiB of addresses at a time.
 
     A call that changes what is mapped waits for the page faults of the threads that read next to it. One for each
-    buffer kept the service's loop from submitting reads: a load of 3 GiB from the page cache took a tenth longer.
+    buffer kept the service's loop from submitting reads: a load of 3 GiB from the page cache took a tenth longer. A
+    process that locks all that it will map (mlockall) gets memory with the addresses: so no more than that at once.
+    Where addresses are limited (ulimit -v) others want them, too: just those of the buffers are taken.
 
     Each buffer has pages of its own and gives them back by itself. One that is kept keeps, until the system needs
     memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB. What no buffer has taken was
@@ -161,14 +163,10 @@ class HostRegion:
 
     def _map_more(self, needed_bytes: int, wanted_bytes: int) -> None:
         """Lets the rest go."""
-        length = max(needed_bytes, min(_whole_pages(self._expected_bytes), _REGION_BYTES))
-        try:
-            address = _map(length, wanted_bytes)
-        except MemoryLimitError:
-            if length == needed_bytes:
-                raise
-            length = needed_bytes  # of addresses that are scarce (ulimit -v) no more than must be
-            address = _map(length, wanted_bytes)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        ahead_bytes = _REGION_BYTES if soft == resource.RLIM_INFINITY else 0
+        length = max(needed_bytes, min(_whole_pages(self._expected_bytes), ahead_bytes))
+        address = _map(length, wanted_bytes)
         self._rest = _Mapping(_libc().munmap, address, length)
         self._next, self._stop = address, address + length
 

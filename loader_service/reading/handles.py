@@ -50,7 +50,7 @@ class HandleCache:
             raise ConfigError(f"a handle cache needs room for one open file, not {limit}")
         self._storage = storage
         self._limit = limit
-        self._lock = threading.Lock()  # entered by itself: through a condition that takes twice as long
+        self._lock = threading.RLock()  # entered by itself: through a condition that takes twice as long
         self._changed = threading.Condition(self._lock)
         self._handles: OrderedDict[Key, _Handle] = OrderedDict()
         self._opening: set[Key] = set()
@@ -61,7 +61,7 @@ class HandleCache:
 
     def start_anew(self) -> None:
         """In a forked child nobody uses or opens a file yet, and the lock may be that of a thread that is not here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._opening.clear()
         self._open_now = len(self._handles)

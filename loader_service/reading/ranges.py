@@ -360,7 +360,5 @@ def _takes_writes(view: memoryview) -> bool:
 
 
 def _copies_at_once() -> int:
-    """How many threads copy from the page cache at once: one for each core of this process, and one that is about to,
-    while another waits for the interpreter's lock. More would stand in each other's way, and the caller's."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores + 1
+    """One for each core of this process: more would stand in each other's way, and in that of the caller's loop."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,6 +19,7 @@ from typing import TypeVar, TypeVarTuple, cast
 
 from loader_service.errors import ConfigError, MemoryLimitError, StateError, clear_frames
 from loader_service.reading.forked import starts_anew_in_children
+from loader_service.reading.priority import stand_back
 
 _log = logging.getLogger(__name__)
 
@@ -260,6 +261,7 @@ class ReadPool:
 
     def _serve(self) -> None:
         worker = threading.current_thread()
+        stand_back()
         try:
             while True:
                 job = self._next_job(worker)

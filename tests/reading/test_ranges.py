@@ -804,10 +804,10 @@ def test_any_range_by_any_way_is_the_files_bytes(data: st.DataObject, file_on_di
     assert os.path.getsize(path) == len(content)
 
 
-def test_one_thread_more_than_there_are_cores_copies_from_the_page_cache(
+def test_no_more_threads_copy_from_the_page_cache_than_there_are_cores(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6})
     warm(disk.path, 0, 64 * PAGE)
     at_once = 0
     most: list[int] = []
