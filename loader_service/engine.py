@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from loader_service.agreement.group import Group, GroupChoice, join_group
 from loader_service.bridge import uninterrupted
-from loader_service.checkpoint.catalog import Catalog
+from loader_service.checkpoint.catalog import Catalog, Shard
 from loader_service.checkpoint.discovery import read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError, name_of, text_of
@@ -31,6 +31,7 @@ from loader_service.planning.plan import LoadPlan, RankPlan, make_plan
 from loader_service.reading.file_range import Access, Drop
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
+from loader_service.reading.positioned import verify_identity
 from loader_service.reading.ranges import RangeReader
 from loader_service.reading.reader import Storage
 from loader_service.reading.threads import ReadPool
@@ -228,6 +229,10 @@ class Engine:
             retries=self.config.reads.retries,
             kept=kept,
         )
+
+    def verify(self, shard: Shard) -> None:
+        """Raises CheckpointError unless the file is still the one whose header was read. Blocks."""
+        verify_identity(self.handles, shard.path, shard.identity, retries=self.config.reads.retries)
 
     async def cached(self, plan: RankPlan) -> CachedBytes | None:
         """A load's part of the raw weight cache, where no room was made for it yet. None: the cache is off."""

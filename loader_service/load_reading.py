@@ -177,7 +177,7 @@ class LoadReading:
 
         def verify() -> None:
             for shard in shards:
-                self._engine.handles.verify(shard.path, shard.identity)
+                self._engine.verify(shard)
 
         if shards:
             await self._engine.in_thread(verify, what="looking at the files of the load again")

@@ -300,9 +300,7 @@ class TableRun:
                 for one in self._readings:  # the others hear of it before what still runs has come back
                     one.raise_error()
             reading.raise_error()
-        await engine.in_thread(
-            lambda: engine.handles.verify(shard.path, shard.identity), what=f"looking at {shard.path} again"
-        )
+        await engine.in_thread(lambda: engine.verify(shard), what=f"looking at {shard.path} again")
 
     def _view(self, part: TablePart, rows: Rows) -> memoryview:
         """Where rows of the whole table lie in this rank's memory."""

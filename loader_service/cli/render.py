@@ -22,10 +22,17 @@ _MAX_NAMESPACES = 20
 _PLAIN_WIDTH = 160  # where no terminal says how wide it is: nothing is cut off in a log
 
 
+class _Console(Console):
+    """One that leaves a reader that has gone away to `output.writing_to_stdout`; rich would end the process with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError, which rich handles when it calls this
+
+
 def console() -> Console:
     """A console on stdout as it is now; wide enough for whole tables where it is not a terminal."""
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    return Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
 
 
 def table(title: str, *columns: str) -> Table:

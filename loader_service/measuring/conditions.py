@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from loader_service.measuring.limits import CHUNK_BYTES, Part, parts_of, read_parts
 from loader_service.memory.admission import Room, memory_rooms, reserve_of
@@ -70,9 +73,13 @@ def _cached(part: Part) -> int | None:
 
 def spare_memory(rooms: Sequence[Room] | None = None) -> int:
     """How much memory may be taken for measuring: what the machine and every control group of this process leave free,
-    less a tenth that stays so."""
+    less a tenth that stays so, and no more than half of what a limit of addresses (ulimit -v) leaves."""
     found = memory_rooms() if rooms is None else rooms
-    return max(0, min((room.free_bytes - reserve_of(room, "auto") for room in found), default=0))
+    spare_bytes = max(0, min((room.free_bytes - reserve_of(room, "auto") for room in found), default=0))
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return spare_bytes
+    return max(0, min(spare_bytes, (limit_bytes - psutil.Process().memory_info().vms) // 2))
 
 
 def condition_memory(nbytes: int, *, spare_bytes: int | None = None) -> int:

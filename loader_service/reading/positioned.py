@@ -70,13 +70,28 @@ def read_fully(
             continue
         if ended:
             if expected is not None:
-                handles.verify(path, expected)
+                verify_identity(handles, path, expected, retries=retries)
             raise transfer.end_of_file(file_bytes)
+
+
+def verify_identity(handles: HandleCache, path: str, expected: FileIdentity, *, retries: int) -> None:
+    """As `HandleCache.verify`; what a read would try again, this does, too."""
+    attempts = _Attempts(retries)
+    while True:
+        try:
+            handles.verify(path, expected)
+        except ReadError as error:
+            pause_s = attempts.pause_before_retry(error.errno)
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+        else:
+            return
 
 
 @dataclass(slots=True)
 class _Attempts:
-    """Decides which errors are worth another try; one object a `read_fully`."""
+    """Decides which errors are worth another try; one object a call."""
 
     retries: int
     retried: int = 0

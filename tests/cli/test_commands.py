@@ -490,10 +490,13 @@ def test_nothing_at_all_shows_the_help_and_is_a_usage_error(capsys: Capture) -> 
     assert "Usage" in capsys.readouterr().out
 
 
-def test_a_reader_that_has_gone_away_is_no_failure(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("buffering", [-1, 1], ids=["noticed at the end", "noticed at the first line"])
+def test_a_reader_that_has_gone_away_is_no_failure(
+    buffering: int, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with os.fdopen(write_end, "w") as broken:
+    with os.fdopen(write_end, "w", buffering) as broken:
         monkeypatch.setattr("sys.stdout", broken)
         assert app.run(["plan", str(config), "--load", "all", "--json"]) == 0
         assert app.run(["plan", str(config), "--load", "all"]) == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import resource
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from loader_service.errors import CheckpointError, EndOfFileError
@@ -133,6 +135,12 @@ def test_the_page_cache_is_brought_into_a_state_and_looked_at(tmp_path: Path) ->
 def test_measuring_leaves_a_tenth_of_every_room_free(rooms: list[Room], spare: int) -> None:
     assert conditions.spare_memory(rooms) == spare
     assert condition_memory(45 * MIB, spare_bytes=spare) == min(45 * MIB, spare)
+
+
+def test_measuring_takes_half_of_the_addresses_that_a_limit_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = psutil.Process().memory_info().vms + 64 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit_bytes, limit_bytes))
+    assert conditions.spare_memory([Room("", 1 << 40, 1 << 40)]) == pytest.approx(32 * MIB, abs=2 * MIB)
 
 
 @pytest.mark.parametrize(

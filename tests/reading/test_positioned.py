@@ -17,7 +17,7 @@ from loader_service.reading import positioned
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
-from loader_service.reading.positioned import read_fully
+from loader_service.reading.positioned import read_fully, verify_identity
 from tests.reading.making import fake_and_handles, make_file
 
 
@@ -333,3 +333,25 @@ def test_memory_errors_of_a_storage_pass_through_unchanged_and_leave_nothing_ope
         read_fully(handles, path, None, 0, [memoryview(bytearray(10))], retries=5)
     handles.close()
     assert fake.open_now == 0
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EINTR])
+def test_a_look_at_a_file_is_tried_again_as_a_read_is(tmp_path: Path, code: int, no_pauses: list[float]) -> None:
+    path, _ = make_file(tmp_path, 10)
+    fake, handles = fake_and_handles()
+    expected = fake.identify(path)
+    fake.fail(path, code, operation="identify")
+    verify_identity(handles, path, expected, retries=1)
+    assert len(no_pauses) == 1
+
+
+@pytest.mark.parametrize(("code", "tried"), [(errno.EIO, 3), (errno.EACCES, 1)])
+def test_a_look_at_a_file_that_goes_on_failing_is_an_error(tmp_path: Path, code: int, tried: int) -> None:
+    path, _ = make_file(tmp_path, 10)
+    fake, handles = fake_and_handles()
+    expected = fake.identify(path)
+    fake.fail(path, code, operation="identify", times=None)
+    with pytest.raises(ReadError) as caught:
+        verify_identity(handles, path, expected, retries=2)
+    assert (caught.value.errno, caught.value.path) == (code, path)
+    assert fake.identifies(path) == 1 + tried

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import pytest
 
 from loader_service.errors import ConfigError, EndOfFileError, MemoryLimitError, StateError
 from loader_service.reading.positioned import read_fully
+from loader_service.reading.priority import NICE
 from loader_service.reading.threads import ReadPool
 from tests.reading.making import PATIENCE_S, fake_and_handles, make_file
 
@@ -414,3 +417,21 @@ print(len(pool.shutdown(0)))
 def test_a_process_ends_although_a_read_never_returns() -> None:
     done = subprocess.run([sys.executable, "-c", _STUCK], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
+def test_threads_stand_back_behind_the_process(pool: ReadPool) -> None:
+    """And no thread of the caller's does."""
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    theirs = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(PATIENCE_S)
+    assert theirs == min(19, own + NICE)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
+def test_threads_work_where_a_sandbox_refuses_priorities(monkeypatch: pytest.MonkeyPatch, pool: ReadPool) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert pool.submit(lambda: 7).result(PATIENCE_S) == 7
