@@ -84,10 +84,9 @@ def targets_of(all_series: Sequence[Series]) -> list[Target]:
             found += _of_whole(ours, group)
         ring = limit_s(group) if cache == "cold" and case in EVERY_BLOCK_CASES else None
         found += [_times(ours, each, least, ring) for each in group if (least := _least(each)) is not None]
-        if case != "small":  # its tensor objects alone take more
-            text = f"{case}, {cache}: MiB at most above what is delivered"
-            most = (CAPACITY_BYTES + ABOVE_CAPACITY_BYTES) / MIB
-            found.append(Target(text, max(ours.values("above_bytes")) / MIB, most, least=False))
+        text = f"{case}, {cache}: MiB at most above what is delivered"
+        most = (CAPACITY_BYTES + ABOVE_CAPACITY_BYTES) / MIB
+        found.append(Target(text, max(ours.values("above_bytes")) / MIB, most, least=False))
         if case in LAG_CASES:
             text = f"{case}, {cache}: ms, 99th percentile of the loop's lag"
             found.append(Target(text, ours.median("lag_p99_ms"), LAG_P99_MS, least=False))
