@@ -11,14 +11,13 @@ from typing import Final
 from loader_service.checkpoint.dtypes import DTYPES
 from loader_service.checkpoint.refusal import shown
 from loader_service.cli.checksums import ALL, Cuts, cuts_of
-from loader_service.cli.manifest_json import ManifestFile
+from loader_service.cli.manifest_json import SHA256, ManifestFile, stored_of
 from loader_service.planning.storage import storage_form
 
 VERSION: Final = 1
 ADVICE: Final = "a file that `loader-service manifest` has written"
 
 _HEX_CRC: Final = 8  # digits of one CRC-32
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _CRCS: Final = re.compile(r"[0-9a-f]*")
 
 
@@ -128,28 +127,23 @@ def checkpoint_manifest(file: ManifestFile, top: Mapping[str, object]) -> Checkp
 def _stored_file(file: ManifestFile, name: str, value: object) -> StoredFile:
     if isinstance(value, dict) and value.keys() == {"bytes", "sha256"}:
         size_bytes, sha256 = value["bytes"], value["sha256"]
-        if type(size_bytes) is int and size_bytes >= 0 and isinstance(sha256, str) and _SHA256.fullmatch(sha256):
+        if type(size_bytes) is int and size_bytes >= 0 and isinstance(sha256, str) and SHA256.fullmatch(sha256):
             return StoredFile(size_bytes, sha256)
     raise file.refusal(f"file {shown(name)} must be an object with bytes and sha256, and nothing else")
 
 
 def _stored_tensor(file: ManifestFile, name: str, value: object) -> StoredTensor:
-    problem = "must be an object with file, dtype, shape, sha256 and crc32, and nothing else"
-    if isinstance(value, dict) and value.keys() == {"file", "dtype", "shape", "sha256", "crc32"}:
-        dtype, shape, sha256 = value["dtype"], value["shape"], value["sha256"]
-        if not isinstance(value["file"], str):
-            problem = "its file is no name"
-        elif not isinstance(dtype, str) or dtype not in DTYPES:
-            problem = "its dtype is no code of the format"
-        elif not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            problem = "its shape is no list of whole numbers"
-        elif not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            problem = "its sha256 is not 64 hexadecimal digits in lower case"
-        elif (crc32 := _checksums(value["crc32"], stored_cuts(dtype, tuple(shape)))) is None:
-            problem = "its crc32 does not have 8 hexadecimal digits in lower case for each part of each dimension"
-        else:
-            return StoredTensor(value["file"], dtype, tuple(shape), sha256, crc32)
-    raise file.refusal(problem, tensor=name)
+    if not isinstance(value, dict) or value.keys() != {"file", "dtype", "shape", "sha256", "crc32"}:
+        words = "must be an object with file, dtype, shape, sha256 and crc32, and nothing else"
+        raise file.refusal(words, tensor=name)
+    if not isinstance(value["file"], str):
+        raise file.refusal("its file is no name", tensor=name)
+    dtype, shape, sha256 = stored_of(file, name, value)
+    crc32 = _checksums(value["crc32"], stored_cuts(dtype, shape))
+    if crc32 is None:
+        words = "its crc32 does not have 8 hexadecimal digits in lower case for each part of each dimension"
+        raise file.refusal(words, tensor=name)
+    return StoredTensor(value["file"], dtype, shape, sha256, crc32)
 
 
 def _checksums(value: object, cuts: Sequence[Cuts]) -> dict[int, str] | None:

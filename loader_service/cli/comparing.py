@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from loader_service.checkpoint.dtypes import DTYPES
 from loader_service.checkpoint.refusal import shown
 from loader_service.cli.checkpoint_manifest import checkpoint_manifest, is_of_a_checkpoint
-from loader_service.cli.manifest_json import ManifestFile
+from loader_service.cli.manifest_json import ManifestFile, stored_of
 from loader_service.cli.output import print_document
 from loader_service.errors import EXIT_CHECKPOINT, EXIT_OK
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 _MOST_ROWS: Final = 20
 _MOST_CHARACTERS: Final = 200
 _ADVICE: Final = "two files that `load --manifest` or `manifest` has written"
-_SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +92,9 @@ def read_manifest(path: Path) -> dict[str, Entry]:
 
 
 def _entry(file: ManifestFile, name: str, value: object) -> Entry:
-    problem = "must be an object with dtype, shape and sha256, and nothing else"
-    if isinstance(value, dict) and value.keys() == {"dtype", "shape", "sha256"}:
-        dtype, shape, sha256 = value["dtype"], value["shape"], value["sha256"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            problem = "its dtype is no code of the format"
-        elif not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            problem = "its shape is no list of whole numbers"
-        elif not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-            problem = "its sha256 is not 64 hexadecimal digits in lower case"
-        else:
-            return Entry(dtype, tuple(shape), sha256)
-    raise file.refusal(problem, tensor=name)
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "sha256"}:
+        raise file.refusal("must be an object with dtype, shape and sha256, and nothing else", tensor=name)
+    return Entry(*stored_of(file, name, value))
 
 
 def _show(found: Comparison) -> None:

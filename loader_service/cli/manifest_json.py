@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+from loader_service.checkpoint.dtypes import DTYPES
 from loader_service.checkpoint.refusal import shown
 from loader_service.errors import ConfigError
 
 MAX_MANIFEST_BYTES: Final = 256 << 20
 """More than a million tensors; whatever is larger is another kind of file."""
+
+SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 _MOST_CHARACTERS: Final = 200
 
@@ -58,6 +62,28 @@ class ManifestFile:
         where = "" if tensor is None else f"tensor {shown(tensor)}: "
         words = f"{self._path}: no manifest: {where}{cause}; give {self._advice}"
         return ConfigError(words, path=str(self._path), tensor=None if tensor is None else tensor[:_MOST_CHARACTERS])
+
+
+class Stored(NamedTuple):
+    """What all manifests say of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+def stored_of(file: ManifestFile, name: str, value: Mapping[str, object]) -> Stored:
+    """Of a tensor's entry. Raises ConfigError where one of the three is not what it must be."""
+    dtype, shape, sha256 = value["dtype"], value["shape"], value["sha256"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        problem = "its dtype is no code of the format"
+    elif not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        problem = "its shape is no list of whole numbers"
+    elif not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+        problem = "its sha256 is not 64 hexadecimal digits in lower case"
+    else:
+        return Stored(dtype, tuple(shape), sha256)
+    raise file.refusal(problem, tensor=name)
 
 
 def dump(document: Mapping[str, object]) -> str:
