@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 
 import pytest
 
 import loader_service as ls
 from loader_service.agreement.node import NodeGroup
+from loader_service.reading.chunked import Reading
 from tests.e2e.seats import WATCHDOG_S, Seat, all_of, make_seats, values
 from tests.support.checkpoints import Checkpoint
 from tests.tables.making import (
@@ -36,7 +38,9 @@ async def fill(service: ls.LoaderService) -> Result:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_the_others_reads_stop_when_one_rank_fails(checkpoint: Checkpoint, layout: str) -> None:
+async def test_the_others_reads_stop_when_one_rank_fails(
+    checkpoint: Checkpoint, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is queued is dropped, and what runs is waited for: nothing writes to memory that was given back."""
     seats = make_seats(2)
     ranges = [rows_range(checkpoint, WEIGHT, rows) for rows in shares("equal", 2)]
@@ -45,20 +49,26 @@ async def test_the_others_reads_stop_when_one_rank_fails(checkpoint: Checkpoint,
     hold = seats[1].storage.block(path, within=ranges[1])
     seats[1].storage.fail(path, errno.EIO, within=ranges[1], times=None)
     settings = config_of(checkpoint, rules(layout), 2, reads={**BUFFERED, "threads": 1})
-    told = asyncio.Event()
+    dropped = threading.Event()
+    drop = Reading.cancel
+
+    def cancel(reading: Reading) -> None:
+        drop(reading)
+        if ranges[0][0] <= reading._where.start < ranges[0][1]:
+            dropped.set()
+
+    monkeypatch.setattr(Reading, "cancel", cancel)
 
     async def work(seat: Seat) -> Result:
         async with service_of(seat, settings) as service:
             filling = asyncio.ensure_future(fill(service))
             if seat.rank == 0:
-                await told.wait()
+                await asyncio.to_thread(dropped.wait, WATCHDOG_S)
                 assert not filling.done(), "a read is still running"
                 gate.release()
                 return await filling
             await asyncio.to_thread(gate.reached.wait)
             hold.release()
-            await filling
-            told.set()
             return await filling
 
     (first,), (second,) = values(await all_of(seats, work))
