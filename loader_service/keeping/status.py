@@ -1,0 +1,75 @@
+"""What a resident service is at, as plain frozen data: for `/status`, `/metrics` and its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from loader_service.timeline import Counters
+
+State = Literal["waiting", "agreeing", "reading", "ready", "failed"]
+Kept = Literal["everything", "tables", "page cache", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLoad:
+    """One load of the service. `kept` says what of it this node has in memory, `reason` why it is not more.
+
+    `wanted_bytes` is what is to be read for that, `read_bytes` what was so far; `kept_bytes` lie in node-shared memory
+    (headers and small gaps included). `phases` are seconds.
+    """
+
+    load: str
+    state: State = "waiting"
+    kept: Kept = "nothing"
+    reason: str = ""
+    wanted_bytes: int = 0
+    read_bytes: int = 0
+    kept_bytes: int = 0
+    tensors: int = 0
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A load in an attached worker: its newest `counters` while it runs, then its `report` or its `failure`, as JSON
+    objects (`LoadReport.as_dict`, `FailureRecord.as_dict`). `loop_lag_s`: the longest the loader's own loop there was
+    late since the load began."""
+
+    load: str
+    rank: int
+    world_size: int
+    process: int
+    counters: Counters
+    loop_lag_s: float = 0.0
+    report: Mapping[str, object] | None = None
+    failure: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """A resident service at one moment. `rank` and `world_size` count services, `workers` are attached processes.
+
+    `ready` once the services of all ranks have everything. `workers` counts processes that are attached now,
+    `worker_loads` has each one's newest load of each name, `attached_total` and `failed_total` count from the start.
+    """
+
+    version: str
+    rank: int
+    world_size: int
+    node: str
+    ranks_served: tuple[int, int]
+    socket: str
+    ready: bool
+    uptime_s: float
+    loop_lag_s: float
+    loads: tuple[ServedLoad, ...]
+    workers: int
+    worker_loads: tuple[WorkerLoad, ...]
+    attached_total: int
+    failed_total: int
+
+    def as_dict(self) -> dict[str, object]:
+        """As JSON has it, in these key names."""
+        return asdict(self)
