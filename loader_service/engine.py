@@ -17,10 +17,11 @@ from typing import Protocol, TypeVar
 from loader_service.agreement.group import Group, GroupChoice, join_group
 from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog, Shard
-from loader_service.checkpoint.discovery import read_catalog
+from loader_service.checkpoint.discovery import Kept, read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError, name_of, text_of
-from loader_service.filling import CachedBytes, Resources
+from loader_service.filling import CachedBytes, HeldBytes, Resources
+from loader_service.keeping.attachment import Attachment
 from loader_service.memory.admission import Room, memory_rooms
 from loader_service.memory.budget import slot_bytes_of
 from loader_service.memory.pinning import CudaPinner, Pinner
@@ -62,7 +63,9 @@ class OpenLoad(Protocol):
 class Engine:
     """The shared parts of one service on one rank. `start` joins the group, `stop` ends everything it owns.
 
-    `storage` and `pinner` are what touches the disk and the accelerator; tests pass the in-package fakes.
+    `storage` and `pinner` are what touches the disk and the accelerator; tests pass the in-package fakes. `attach`:
+    bytes come from the node's resident services, as far as they keep them. `ranks`: plans are for so many, instead of
+    those that act here; `headers` is where headers are kept then.
     """
 
     def __init__(
@@ -73,8 +76,14 @@ class Engine:
         *,
         storage: Storage | None = None,
         pinner: Pinner | None = None,
+        attach: bool = False,
+        ranks: int | None = None,
+        headers: Kept | None = None,
     ) -> None:
         self.config = config
+        self.attachment = Attachment(config) if attach else None
+        self._ranks = ranks
+        self._headers = headers
         self.coords = dict(coords) if coords is not None else None
         self.storage: Storage = storage if storage is not None else LocalStorage()
         self.node = ""
@@ -94,7 +103,7 @@ class Engine:
         )
         self.entering = asyncio.Lock()  # loads and tables meet the other ranks in the order of the calls
         self.table_turn = asyncio.Lock()  # one host table at a time is filled, in the same order
-        self.table_tasks: set[asyncio.Task[object]] = set()
+        self.collective_tasks: set[asyncio.Task[object]] = set()
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 
     @property
@@ -102,6 +111,11 @@ class Engine:
         if self._group is None:
             raise StateError("the service is not open: use `async with LoaderService(...)` or `with ...blocking(...)`")
         return self._group
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks plans are for."""
+        return self.group.world_size if self._ranks is None else self._ranks
 
     def check_no_open_load(self) -> None:
         """Raises StateError while a load is open: one at a time in a service."""
@@ -115,7 +129,7 @@ class Engine:
         self.node = await self.in_thread(node_name, what=BOOT_ID_PATH)
         self.threads.resize(min(HEADER_THREADS, await self.in_thread(lambda: self.handles.limit, what="/proc/self/fd")))
         self._group = join_group(self._group_spec, settings=self.config.agreement)
-        check_world_size(self.config, self._group.world_size, coords_given=self.coords is not None)
+        check_world_size(self.config, self.ranks, coords_given=self.coords is not None)
         if self.coords is not None and self.config.mesh is not None:
             Mesh.with_coords(self.config.mesh, [self.coords])  # raises for a place that the mesh does not have
 
@@ -123,7 +137,7 @@ class Engine:
         """Leaves what is still open (a table that is being filled, a load), then ends everything that the service owns,
         also when cancelled."""
         try:
-            if tables := tuple(self.table_tasks):
+            if tables := tuple(self.collective_tasks):
                 for task in tables:
                     task.cancel(SERVICE_CLOSED)
                 await asyncio.wait(tables)
@@ -134,6 +148,8 @@ class Engine:
 
     async def _end(self) -> None:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
+        if self.attachment is not None:
+            self.attachment.close()
         if self._group is not None:
             self._group.close()
         self._group_spec = None  # the caller's, who may end it now; this object may wait for the garbage collector
@@ -210,6 +226,7 @@ class Engine:
         """The load's checkpoint; read once a service, again if `fresh` (every rank then reads its headers again)."""
         location = self.config.checkpoint_of(load)
         async with self._reading_headers:
+            await self._attach(on_progress)
             catalog = None if fresh else self._catalogs.get(location)
             if catalog is None:
                 what = f"looking at {location.path if isinstance(location.path, str) else location.path[0]}"
@@ -218,8 +235,30 @@ class Engine:
                 self._catalogs[location] = catalog
         return catalog
 
+    async def _attach(self, on_progress: Callable[[str], None] | None) -> None:
+        """Attaches to the node's resident services, unless this is done, and they are there."""
+        attachment = self.attachment
+        if attachment is None or attachment.is_attached:
+            return
+        await self.in_thread(
+            attachment.connect,
+            what=f"attaching to {attachment.where}",
+            on_progress=on_progress,
+            progress=lambda: attachment.progress,
+        )
+
+    @property
+    def _kept_headers(self) -> Kept | None:
+        if self.attachment is not None and self.attachment.headers is not None:
+            return self.attachment.headers
+        if self._headers is not None:
+            return self._headers
+        return weight_cache().headers if self.config.cache.capacity_bytes else None
+
     def _read_catalog(self, location: CheckpointConfig, *, fresh: bool) -> Catalog:
-        kept = weight_cache().headers if self.config.cache.capacity_bytes and not fresh else None
+        kept = self._kept_headers
+        if kept is not None and fresh:
+            kept.clear()
         return read_catalog(
             location.path,
             location.index,
@@ -234,12 +273,16 @@ class Engine:
         """Raises CheckpointError unless the file is still the one whose header was read. Blocks."""
         verify_identity(self.handles, shard.path, shard.identity, retries=self.config.reads.retries)
 
-    async def cached(self, plan: RankPlan) -> CachedBytes | None:
-        """A load's part of the raw weight cache, where no room was made for it yet. None: the cache is off."""
-        capacity_bytes = self.config.cache.capacity_bytes
+    async def held(self, plan: RankPlan) -> HeldBytes | None:
+        """What of a load is in memory: kept by the node's resident services or, where they keep nothing of it, in the
+        raw weight cache, in which no room was made for it yet. None: neither."""
+        shards, capacity_bytes = plan.catalog.shards, self.config.cache.capacity_bytes
+        if (attachment := self.attachment) is not None:
+            kept = await self.in_thread(lambda: attachment.bytes_of(plan), what="mapping what the service keeps")
+            if kept is not None and kept.kept_bytes:
+                return kept
         if not capacity_bytes:
             return None
-        shards = plan.catalog.shards
         claim = partial(CachedBytes, weight_cache(), plan, shards, capacity_bytes)
         return await self.in_thread(claim, what="looking into the raw weight cache")
 
@@ -260,7 +303,7 @@ class Engine:
         if self._all_coords is not None:
             return Mesh.with_coords(config.mesh, self._all_coords)
         if self.coords is None:
-            return Mesh.row_major(config.mesh, group.world_size)
+            return Mesh.row_major(config.mesh, self.ranks)
         own = self.coords
         return Mesh.with_coords(config.mesh, [own if rank == group.rank else None for rank in range(group.world_size)])
 
@@ -302,7 +345,9 @@ class Engine:
         reads = self.config.reads
         drops: dict[str, Drop] = {"auto": "what it brought in", "always": "everything", "never": "nothing"}
         drop: Drop = drops[reads.drop_page_cache] if may_drop else "nothing"
-        ranges = self.range_reader(drop=drop, by_tensor=True)
+        ranges = self.attachment.range_reader(self.handles, drop=drop) if self.attachment is not None else None
+        if ranges is None:
+            ranges = self.range_reader(drop=drop, by_tensor=True)
         return kind(ranges, self.threads, chunk_bytes=reads.chunk_bytes, stuck_after_s=reads.stuck_after_s)
 
     def size_threads(self, ranks_by_node: Mapping[str, int]) -> PolicyOutcome:

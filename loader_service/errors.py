@@ -130,6 +130,12 @@ class MemoryLimitError(LoaderError):
     exit_code = EXIT_MEMORY
 
 
+class AttachError(LoaderError):
+    """No resident service answers where a worker was told to attach to one, or it has ended."""
+
+    exit_code = EXIT_READ
+
+
 class StateError(LoaderError):
     """A method was called at a time when it has no meaning (twice, after closing, out of order)."""
 
@@ -177,6 +183,7 @@ _BY_NAME: dict[str, type[LoaderError]] = {
         EndOfFileError,
         DestinationError,
         MemoryLimitError,
+        AttachError,
         StateError,
         LoadCancelledError,
     )

@@ -15,8 +15,8 @@ from loader_service.bridge import Channel
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError
 from loader_service.filling import (
-    CachedBytes,
     Filling,
+    HeldBytes,
     IntoFilling,
     OwnedFilling,
     OwnedUnit,
@@ -52,7 +52,7 @@ class LoadReading:
         plan: RankPlan,
         tables: Tables,
         sharing: NodeSharing,
-        cached: CachedBytes | None,
+        cached: HeldBytes | None,
         channel: Channel[OwnedUnit | SlotUnit],
         progress: Progress,
         *,
@@ -124,7 +124,7 @@ class LoadReading:
 
     async def _make_room(self, copies: bool) -> None:
         """Room in the raw weight cache, before anything is read, if anything will be left there."""
-        if self._cached is None:
+        if self._cached is None or not self._cached.grows:
             return
         if copies and self._ready.shared is not None:
             self._cached.leave_nothing("what comes from memory that the node shares is not kept")
@@ -237,8 +237,10 @@ class LoadReading:
         if self._resources is not None:
             found["access"] = self._sharing.access_outcome(self._resources.ranges.outcome)
         found["sharing"] = self._sharing.outcome
+        if self._engine.attachment is not None:
+            found["service"] = self._engine.attachment.outcome
         if self._cached is not None:
-            found["cache"] = self._cached.outcome
+            found[self._cached.policy] = self._cached.outcome
         shared = self._sharing.pin_outcome
         pin = {"pin": shared} if shared is not None else {}
         return found | self._policies | pin | self._tables.policies

@@ -18,7 +18,7 @@ from loader_service.agreement.session import Session
 from loader_service.bridge import Channel, uninterrupted
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError, StateError, record_of
-from loader_service.filling import CachedBytes, OwnedUnit, SlotUnit
+from loader_service.filling import HeldBytes, OwnedUnit, SlotUnit
 from loader_service.load_reading import LoadReading
 from loader_service.neighbours import Neighbours
 from loader_service.node_sharing import NodeSharing
@@ -56,7 +56,7 @@ class LoadRun:
         self._entering: asyncio.Task[None] | None = None
         self._others: Neighbours | None = None
         self._reading: LoadReading | None = None
-        self._cached: CachedBytes | None = None
+        self._cached: HeldBytes | None = None
         self._failed_by: BaseException | None = None  # reading here
         self._told: asyncio.Task[Verdict | None] | None = None  # of what went wrong here, before the consumer knows
         self._started_s = 0.0
@@ -116,7 +116,7 @@ class LoadRun:
                 catalog = await opening.catalog()
             with self._timed(Phase.PLAN):
                 plan = await opening.plan(catalog)
-                self._cached = await self._engine.cached(plan.for_rank(self._engine.group.rank).streamed)
+                self._cached = await self._engine.held(plan.for_rank(self._engine.group.rank).streamed)
                 held = self._cached is not None and self._cached.everything
                 sharing = NodeSharing(self._engine, plan, others, held=held)
                 agreed = await opening.agree_on_plan(plan, told=await sharing.facts())

@@ -11,21 +11,19 @@ import asyncio
 import contextlib
 import logging
 import math
-import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
-from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict, error_of
+from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
 from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
 from loader_service.agreement.protocol import SUSPECT_S
 from loader_service.agreement.session import Session
-from loader_service.bridge import uninterrupted
-from loader_service.engine import SERVICE_CLOSED, Engine
-from loader_service.errors import ConfigError, LoaderError, MemoryLimitError, StateError, clear_frames
+from loader_service.collective import FINAL, LOOK_EVERY_S, Collective
+from loader_service.engine import Engine
+from loader_service.errors import ConfigError, LoaderError, MemoryLimitError
 from loader_service.memory.admission import Supply, refusal
 from loader_service.memory.allocators import PAGE_BYTES, HostBuffer, allocate_host
 from loader_service.memory.pinning import PinPolicy
@@ -37,14 +35,11 @@ from loader_service.planning.rules import Layout
 from loader_service.planning.tables import Rows, TablePart, filled_by, shares
 from loader_service.reading.file_range import FileRange
 from loader_service.report import PolicyOutcome
-from loader_service.rows import Reading, RowReader
+from loader_service.rows import RowReader
 from loader_service.sizes import format_size
 from loader_service.sources import held_alone
 
 log = logging.getLogger("loader_service.tables")
-
-_FINAL = "the ranks' verdict ended the table"
-_LOOK_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,66 +59,32 @@ class HostTable:
     pin: PolicyOutcome
 
 
-class TableRun:
+class TableRun(Collective[HostTable]):
     """One `host_table` call on its rank. Runs on the service's loop."""
 
     def __init__(self, engine: Engine, load: str, name: str) -> None:
-        self._engine = engine
-        self._load = load
+        super().__init__(engine, load, f"host table '{name}'")
         self._name = name
-        self._phase = Phase.CONFIG
-        self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
-        self._session: Session | None = None
         self._door: Door | None = None
         self._group: NodeGroup | None = None
         self._memory: SharedMemory | None = None
         # Not in frames, which an exception that somebody keeps would keep, and the memory with them.
         self._buffer: HostBuffer | None = None
-        self._readings: list[Reading] = []
-        self._failed = False
-        self._stopped = threading.Event()  # for threads that wait for other ranks
+        self._kept: HostBuffer | None = None  # by a resident service
 
-    async def run(self) -> HostTable:
-        """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
-        engine, task = self._engine, asyncio.current_task()
-        assert task is not None
-        self._task = task
-        engine.table_tasks.add(task)
-        try:
-            self._session = session = engine.group.session(f"{self._load}: {self._name}", describe=DESCRIBE)
-            session.on_final(self._final_arrived)
-            opening = Opening(engine, self._load, session, [])
-            async with engine.entering:
-                met = await self._meet_ranks(opening)
-            async with self._turn(session):
-                table = await self._fill(session, opening, met)
-            await session.close()
-        except BaseException as error:
-            self._task = None  # this rank's own FAIL brings a verdict, too
-            await uninterrupted(self._fail(error))
-            if isinstance(error, asyncio.CancelledError):
-                self._raise_meant(error)
-            raise
-        finally:
-            engine.table_tasks.discard(task)
-            # They lead to the table's memory, which is to end with its tensor and not with the next garbage collection.
-            self._task = self._buffer = None
-            self._readings.clear()
-        return table
+    async def _act(self, session: Session, opening: Opening) -> HostTable:
+        async with self._engine.entering:
+            met = await self._meet_ranks(opening)
+        async with self._turn(session):
+            return await self._fill(session, opening, met)
 
-    def _raise_meant(self, cancelled: asyncio.CancelledError) -> None:
-        """Raises what this task was cancelled for, unless its caller has cancelled it, who gets that."""
-        final = self._session.final if self._session is not None else None
-        if final is not None and cancelled.args == (_FINAL,):
-            failure = error_of(final)
-            raise failure from failure.__cause__
-        if cancelled.args == (SERVICE_CLOSED,):
-            raise StateError(f"{SERVICE_CLOSED} before host table '{self._name}' was filled", tensor=self._name)
+    def _forget(self) -> None:
+        self._buffer = self._kept = (
+            None  # leads to memory that is to end with its tensor and not with the next garbage collection
+        )
 
-    def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
-        self._stopped.set()
-        if self._task is not None:
-            self._task.cancel(_FINAL)
+    async def _let_go(self) -> None:
+        await self._close_node()
 
     async def _meet_ranks(self, opening: Opening) -> Verdict:
         card = await self._engine.in_thread(self._open_door, what="opening a socket for this node")
@@ -159,13 +120,18 @@ class TableRun:
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
             await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
+            await engine.in_thread(lambda: self._look_for(plan, part), what="mapping what the service keeps")
         agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._supply())
         self._phase = Phase.OPEN
         if part is None:
             raise self._no_table()
-        hosts = self._admit(plan, [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
         engine.size_threads(met.counts.get("node", {}))
-        ranges = await self._allocate(session, plan, part, hosts)
+        told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
+        ranges: tuple[Rows, ...] = ()
+        if all(facts["kept"] for facts in told):
+            self._buffer = self._kept
+        else:
+            ranges = await self._allocate(session, plan, part, self._admit(plan, told))
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
         self._phase = Phase.READ
@@ -178,7 +144,13 @@ class TableRun:
         dtype = _dtype(part)
         await session.exchange(Phase.FINISH, PhaseRecord())
         tensor = _tensor(part, dtype, self._memory_of_table(), plan.catalog.shards[part.shard_id].path)
-        return HostTable(tensor, part.rows, part.layout, pinned, reader.ranges.outcome, pin.outcome)
+        return HostTable(tensor, part.rows, part.layout, pinned, self._access(reader), pin.outcome)
+
+    def _access(self, reader: RowReader) -> PolicyOutcome:
+        attachment = self._engine.attachment
+        if attachment is None or self._buffer is not self._kept:
+            return reader.ranges.outcome
+        return PolicyOutcome(self._engine.config.reads.access, "kept", f"nothing was read: {attachment.where} has it")
 
     # Before anything is read
 
@@ -200,13 +172,20 @@ class TableRun:
         wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
         self._group = self._door.meet(cards, self._stopped.is_set, wait_s)
 
+    def _look_for(self, plan: LoadPlan, part: TablePart) -> None:
+        """Where a resident service of this node keeps the whole table, it need not be filled."""
+        view = self._engine.attachment.view() if self._engine.attachment is not None else None
+        if view is not None:
+            self._kept = view.table(part, plan.catalog.shards[part.shard_id])
+
     async def _supply(self) -> JSON:
-        """What all ranks must know of this one to admit the table: whose memory it uses, and what is free to it."""
+        """What all ranks must know of this one to admit the table: whose memory it uses, and what is free to it; or
+        that it has the table already, as is the case on all of them or does not count."""
         engine = self._engine
         rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
         supply = Supply(engine.group.rank, engine.node, rooms, engine.config.memory.reserve_bytes)
         host = engine.group.rank if self._group is None else self._group.host
-        return {"host": host, "supply": cast(JSON, supply.as_json())}
+        return {"host": host, "supply": cast(JSON, supply.as_json()), "kept": self._kept is not None}
 
     def _admit(self, plan: LoadPlan, told: Sequence[Mapping[str, object]]) -> list[int]:
         """Each rank's host. Raises MemoryLimitError, on every rank, if any rank's memory cannot be had.
@@ -273,7 +252,7 @@ class TableRun:
                 await self._until_named(session, str(error))
             raise
         if self._memory is None:  # FINAL came meanwhile, and cancels this task
-            raise asyncio.CancelledError(_FINAL)
+            raise asyncio.CancelledError(FINAL)
         return self._memory
 
     async def _until_named(self, session: Session, seen: str) -> None:
@@ -294,7 +273,7 @@ class TableRun:
             where = FileRange(shard.path, shard.identity, part.start + rows[0] * part.row_bytes, part.name)
             self._readings.append(reader.begin(where, self._view(part, rows)))
         for reading in self._readings:
-            while not await reading.ended_within(_LOOK_EVERY_S):
+            while not await reading.ended_within(LOOK_EVERY_S):
                 done = format_size(sum(one.done_bytes for one in self._readings))
                 session.report_progress(f"{done} of rows of '{part.name}' read")
                 for one in self._readings:  # the others hear of it before what still runs has come back
@@ -318,38 +297,6 @@ class TableRun:
         return policy.pin(buffer) if buffer.nbytes else policy.active
 
     # Leaving
-
-    async def _fail(self, error: BaseException) -> None:
-        """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises."""
-        session = self._session
-        if session is None:
-            return
-        telling = None
-        if session.final is None and not session.succeeded:
-            telling = asyncio.ensure_future(session.fail(as_reported(error), self._phase))
-        self._stopped.set()
-        for reading in self._readings:
-            reading.cancel()
-        grace_s = self._engine.config.agreement.grace_s
-        for reading in self._readings:
-            if not await reading.ended_within(grace_s):
-                log.warning("a read of '%s' did not return; its memory is not used again", self._name)
-        self._engine.forget_catalog(self._load)
-        if telling is not None:
-            with contextlib.suppress(Exception):
-                await telling
-        clear_frames(error)  # else it would keep the table's memory, if somebody keeps it
-        self._failed = True
-        self.attach_verdict(error)
-        await self._close_node()
-        with contextlib.suppress(Exception):
-            await session.close()
-
-    def attach_verdict(self, error: BaseException) -> None:
-        """Adds to this rank's own exception what all ranks found, once this has failed. Never raises."""
-        if self._session is not None and self._failed:
-            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
-                attach_verdict(error, self._session, self._phase)
 
     async def _close_node(self) -> None:
         """Nothing of the handing over is needed any more: the mapping keeps the memory. Whatever a thread is at comes

@@ -47,6 +47,8 @@ class Kept(Protocol):
 
     def keep(self, path: str, state: Hashable, raw: bytes) -> None: ...
 
+    def clear(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:

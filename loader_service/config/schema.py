@@ -14,6 +14,7 @@ from loader_service.config.conflicts import RulePart, mesh_conflicts, missing_ch
 from loader_service.config.fields import did_you_mean, found, refuse
 from loader_service.config.loads import CheckpointConfig, LoadConfig
 from loader_service.config.rules import AssignRule, FrozenModel, HostResidentRule, Rule, SplitRule
+from loader_service.config.serve import ServeConfig, serve_conflicts
 from loader_service.errors import ConfigError
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MemoryConfig",
     "ReadsConfig",
     "Rule",
+    "ServeConfig",
     "ServiceConfig",
     "SplitRule",
     "StagingConfig",
@@ -208,12 +210,16 @@ class ServiceConfig(FrozenModel):
     )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The raw weight cache.")
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description="What is left free of host memory.")
+    serve: ServeConfig = Field(
+        default_factory=ServeConfig, description="The resident service, and workers that attach to it."
+    )
 
     @model_validator(mode="after")
     def _conflicts(self) -> Self:
         problems = mesh_conflicts(self.mesh, self._rule_parts())
         if self.checkpoint is None:
             problems += missing_checkpoints(name for name, load in self.loads.items() if load.checkpoint is None)
+        problems += serve_conflicts(self.serve, self.loads)
         if problems:
             refuse(problems)
         return self

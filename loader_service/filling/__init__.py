@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from loader_service.filling.cached import CachedBytes
+from loader_service.filling.cached import CachedBytes, HeldBytes
 from loader_service.filling.form import Memory, Resources, Streams
 from loader_service.filling.into import IntoFilling
 from loader_service.filling.owned import OwnedFilling, OwnedUnit
@@ -20,6 +20,7 @@ from loader_service.transfers import Transfer
 __all__ = [
     "CachedBytes",
     "Filling",
+    "HeldBytes",
     "IntoFilling",
     "Memory",
     "OwnedFilling",

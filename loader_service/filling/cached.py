@@ -1,16 +1,18 @@
-"""The raw weight cache as one load uses it: what it holds is not read, what is read is left there."""
+"""What is in memory before a load reads, as that load uses it: what is held is not read; what is read, the raw weight
+cache may keep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from loader_service.checkpoint.catalog import Shard
 from loader_service.memory.allocators import allocate_host
-from loader_service.memory.cache import Admission, FileState, Segment, WeightCache
-from loader_service.memory.held import ByteRanges
+from loader_service.memory.cache import Admission, FileState, WeightCache
+from loader_service.memory.held import ByteRanges, Segment, copy_segments
 from loader_service.planning.plan import RankPlan
 from loader_service.planning.units import extents_of_fragments, fragments_of_tensors
 from loader_service.reading.file_range import FileRange, Window
@@ -33,8 +35,53 @@ def cacheable(plan: RankPlan) -> tuple[dict[int, ByteRanges], bool]:
     return ranges, len(alone) == len(plan.fragment_start)
 
 
+class HeldBytes(Protocol):
+    """What of one load's bytes is in memory before it reads, and whether it leaves some there. Thread-safe.
+
+    `policy` names it in the load's report. `everything`: all that the load wants was held when it was planned.
+    `grows`: the load may leave bytes there, once it has made room.
+    """
+
+    policy: str
+    grows: bool
+    everything: bool
+
+    @property
+    def adds(self) -> bool:
+        """Whether the load leaves what it reads there."""
+        ...
+
+    @property
+    def outcome(self) -> PolicyOutcome:
+        """The policy, for the report."""
+        ...
+
+    def make_room(self) -> None:
+        """For what the load will read. Blocks."""
+        ...
+
+    def leave_nothing(self, why: str) -> None:
+        """Nothing that is read is left there, so nothing has to make room for it."""
+        ...
+
+    def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:
+        """The bytes, if all of them are held."""
+        ...
+
+    def insert(self, shard: int, start: int, memory: memoryview) -> None:
+        """Holds memory that is filled with the bytes from `start` on, and that nobody changes any more."""
+        ...
+
+    def close(self) -> None:
+        """The load is over."""
+        ...
+
+
 class CachedBytes:
-    """One load's part of the cache. Thread-safe. `everything`: all that it wants was held when it was planned."""
+    """One load's part of the raw weight cache: see `HeldBytes`."""
+
+    policy = "cache"
+    grows = True
 
     def __init__(self, cache: WeightCache, plan: RankPlan, shards: Sequence[Shard], capacity_bytes: int) -> None:
         """Keeps what is held for it from being evicted."""
@@ -47,41 +94,35 @@ class CachedBytes:
 
     @property
     def adds(self) -> bool:
-        """Whether it may leave what it reads there."""
         return self._admission.admitted
 
     @property
     def outcome(self) -> PolicyOutcome:
-        """The policy, for the report."""
         return self._admission.outcome
 
     def make_room(self) -> None:
-        """For what it will read; what was not used for longest goes. Blocks."""
+        """What was not used for longest goes."""
         self._admission.make_room()
 
     def leave_nothing(self, why: str) -> None:
-        """Nothing that is read is left there, so nothing has to make room for it."""
         outcome = self._admission.outcome
         if outcome.effective != "on":
             self._admission.outcome = replace(outcome, reason=f"{outcome.reason}; {why}")
 
     def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:
-        """The bytes, if all of them are held."""
         return self._cache.held(self._states[shard], start, stop)
 
     def insert(self, shard: int, start: int, memory: memoryview) -> None:
-        """Holds memory that is filled with the bytes from `start` on, and that nobody changes any more."""
         self._admission.insert(self._states[shard], start, memory)
 
     def close(self) -> None:
-        """The load is over."""
         self._admission.close()
 
 
 class CachingReader:
     """Reads ranges for memory that the consumer has only for a while, or owns: the cache keeps a copy, if `keeps`."""
 
-    def __init__(self, ranges: RangeReader, cached: CachedBytes, shards: Sequence[Shard], *, keeps: bool) -> None:
+    def __init__(self, ranges: RangeReader, cached: HeldBytes, shards: Sequence[Shard], *, keeps: bool) -> None:
         self._ranges = ranges
         self._cached = cached
         self._numbers = {shard.path: number for number, shard in enumerate(shards)}
@@ -91,9 +132,7 @@ class CachingReader:
         shard, start = self._numbers[where.path], where.start
         held = self._cached.held(shard, start, start + window.nbytes)
         if held is not None:
-            for segment in held:
-                part = window.part(segment.start - start, segment.stop - start).view
-                np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(segment.memory, np.uint8))
+            copy_segments(held, window.view)
             return 0
         read_bytes = self._ranges.read_within(where, window)
         if self._keeps and self._cached.adds:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from loader_service.checkpoint.catalog import Shard
-from loader_service.filling.cached import CachedBytes, CachingReader
+from loader_service.filling.cached import CachingReader, HeldBytes
 from loader_service.memory.pool import Lease, Reservation, StagingPool
 from loader_service.planning.plan import RankPlan
 from loader_service.planning.shared_units import SharedRanges
@@ -34,7 +34,7 @@ class Resources:
     thread_count: int
     pool: StagingPool
     shared: SharedReads | None = None
-    cached: CachedBytes | None = None
+    cached: HeldBytes | None = None
 
     def source(self, shards: Sequence[Shard], *, keeps: bool) -> RangeSource:
         """Where the load's ranges come from: files, or what the cache holds of them."""

@@ -34,6 +34,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # Python does not name it
+_MAP_NORESERVE = 0x4000  # Python names it from 3.13 on
 _MADV_COLLAPSE = 25  # Linux 6.1; Python does not name it
 _REGION_BYTES = 64 << 20
 
@@ -177,6 +178,13 @@ def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
     return _buffer(_map(length, nbytes, descriptor), length, 0, nbytes)
 
 
+def map_private(descriptor: int, nbytes: int) -> HostBuffer:
+    """The first `nbytes` of a memory file as they are: what is written to them is this mapping's own, and costs memory
+    only then. As `map_shared` apart from that."""
+    length = _whole_pages(nbytes)
+    return _buffer(_map(length, nbytes, descriptor, private=True), length, 0, nbytes)
+
+
 def collapse_shared(descriptor: int, start: int, stop: int) -> int:
     """Makes huge pages of the bytes [start, stop) of a memory file, whole ones, each of which has some memory already.
 
@@ -190,8 +198,11 @@ def collapse_shared(descriptor: int, start: int, stop: int) -> int:
     return code
 
 
-def _map(length: int, wanted_bytes: int, descriptor: int | None = None, offset: int = 0) -> int:
-    """The address of `length` new bytes, or of a memory file's from `offset` on; from 2 MiB on a multiple of 2 MiB."""
+def _map(
+    length: int, wanted_bytes: int, descriptor: int | None = None, offset: int = 0, *, private: bool = False
+) -> int:
+    """The address of `length` new bytes, or of a memory file's from `offset` on; from 2 MiB on a multiple of 2 MiB.
+    `private`: a memory file's bytes, on which the system sets no memory aside for writing."""
     libc = _libc()
     huge = length >= HUGE_PAGE_BYTES
     slack = HUGE_PAGE_BYTES - PAGE_BYTES if huge else 0
@@ -202,7 +213,8 @@ def _map(length: int, wanted_bytes: int, descriptor: int | None = None, offset: 
         raise _refused(wanted_bytes, ctypes.get_errno(), shared=descriptor is not None)
     if descriptor is not None:
         address = _round_up(found, HUGE_PAGE_BYTES) if huge else found
-        if libc.mmap(address, length, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != address:
+        how = (mmap.MAP_PRIVATE | _MAP_NORESERVE if private else mmap.MAP_SHARED) | _MAP_FIXED
+        if libc.mmap(address, length, access, how, descriptor, offset) != address:
             code = ctypes.get_errno()
             libc.munmap(found, length + slack)
             raise _refused(wanted_bytes, code, shared=True)

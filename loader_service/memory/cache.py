@@ -23,7 +23,7 @@ from loader_service.errors import ConfigError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.memory.fingerprints import fingerprint
 from loader_service.memory.headers import HeaderCache
-from loader_service.memory.held import ByteRanges, HeldRange, HeldRanges
+from loader_service.memory.held import ByteRanges, HeldRange, HeldRanges, Segment, clipped
 from loader_service.report import PolicyOutcome
 from loader_service.sizes import format_size
 
@@ -35,14 +35,6 @@ class FileState(NamedTuple):
 
     path: str
     identity: Hashable
-
-
-class Segment(NamedTuple):
-    """Bytes [start, stop) of a file. `memory` is shared: others read it, and nobody may write to it."""
-
-    start: int
-    stop: int
-    memory: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +157,7 @@ class WeightCache:
                 self._hits += 1
                 for held in found:
                     ranges.use(held, self._tick())
-                return [_clipped(held, start, stop) for held in found]
+                return [clipped(held, start, stop) for held in found]
             self._misses += 1
             dropped = [held for held in changed if self._drop(file, held)]
             self._changed += len(dropped)
@@ -374,11 +366,3 @@ def _held_text(wanted_bytes: int, lacking_bytes: int) -> str:
     if lacking_bytes and held == wanted:  # as it is rounded
         return f"all but {format_size(lacking_bytes)} of {wanted} were held"
     return f"{held} of {wanted} were held"
-
-
-def _clipped(held: HeldRange, start: int, stop: int) -> Segment:
-    """What of a range is within [start, stop)."""
-    start, stop = max(start, held.start), min(stop, held.stop)
-    if (start, stop) == (held.start, held.stop):
-        return Segment(start, stop, held.memory)
-    return Segment(start, stop, held.memory[start - held.start : stop - held.start])

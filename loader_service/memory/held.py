@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -23,19 +24,26 @@ class ByteRanges:
     stops: NDArray[np.int64]
 
     @classmethod
-    def merged(cls, starts: ArrayLike, stops: ArrayLike) -> ByteRanges:
-        """What the ranges [starts[i], stops[i]), in any order, cover together."""
+    def merged(cls, starts: ArrayLike, stops: ArrayLike, *, gap_bytes: int = 0) -> ByteRanges:
+        """What the ranges [starts[i], stops[i]), in any order, cover together, gaps of up to `gap_bytes` included."""
         begins, ends = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)
         order = np.argsort(begins, kind="stable")
         order = order[ends[order] > begins[order]]
         begins, reached = begins[order], np.maximum.accumulate(ends[order])
-        apart = begins[1:] > reached[:-1]
+        apart = begins[1:] > reached[:-1] + gap_bytes
         filled = np.ones(min(1, len(order)), dtype=bool)
         return cls(begins[np.concatenate([filled, apart])], reached[np.concatenate([apart, filled])])
 
     @property
     def nbytes(self) -> int:
         return int((self.stops - self.starts).sum())
+
+    def without(self, others: ByteRanges) -> ByteRanges:
+        """What of them is in none of `others`."""
+        edges = np.unique(np.concatenate([self.starts, self.stops, others.starts, others.stops]))
+        starts, stops = edges[:-1], edges[1:]
+        rest = (self.overlap_bytes(starts, stops) > 0) & (others.overlap_bytes(starts, stops) == 0)
+        return ByteRanges.merged(starts[rest], stops[rest])
 
     def overlap_bytes(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many bytes of each range [starts[i], stops[i]) are among these."""
@@ -56,6 +64,14 @@ class HeldRange(NamedTuple):
     stop: int
     memory: memoryview
     fingerprint: int
+
+
+class Segment(NamedTuple):
+    """Bytes [start, stop) of a file. `memory` is shared: others read it, and nobody may write to it."""
+
+    start: int
+    stop: int
+    memory: memoryview
 
 
 class HeldRanges:
@@ -146,3 +162,20 @@ class HeldRanges:
     def _place(self, held: HeldRange) -> int | None:
         at = bisect_left(self._starts, held.start)
         return at if at < len(self) and self._memories[at] is held.memory else None
+
+
+def clipped(held: HeldRange, start: int, stop: int) -> Segment:
+    """What of a range is within [start, stop)."""
+    start, stop = max(start, held.start), min(stop, held.stop)
+    if (start, stop) == (held.start, held.stop):
+        return Segment(start, stop, held.memory)
+    return Segment(start, stop, held.memory[start - held.start : stop - held.start])
+
+
+def copy_segments(segments: Sequence[Segment], view: memoryview) -> None:
+    """Copies segments that follow each other to memory of their size. Other threads run meanwhile."""
+    at = 0
+    for segment in segments:
+        stop = at + segment.stop - segment.start
+        np.copyto(np.frombuffer(view[at:stop], np.uint8), np.frombuffer(segment.memory, np.uint8))
+        at = stop

@@ -17,7 +17,7 @@ import psutil
 
 from loader_service.errors import OUT_OF_FILES, MemoryLimitError
 from loader_service.memory.admission import memory_rooms
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_private, map_shared
 from loader_service.sizes import format_size
 
 _log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ _ADVICE = {
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
 }
 _UNKNOWN_TO_THE_SYSTEM = "this system, or the container's seccomp profile, gives no memory files (memfd_create)"
+_F_SEAL_FUTURE_WRITE = 0x10  # Python does not name it
 _RESERVE_STEP_BYTES = 64 << 20
 _NOT_SHARED = "do not share: layout per_rank for a table, sharing page_cache or none for a load"
 
@@ -46,15 +47,15 @@ class SharedMemory:
         self._collapses = True  # as far as is known
 
     @classmethod
-    def create(cls, nbytes: int) -> SharedMemory:
+    def create(cls, nbytes: int, *, may_freeze: bool = False) -> SharedMemory:
         """A memory file whose size nobody can change any more. Nothing is reserved yet.
 
-        Raises MemoryLimitError if it cannot be had.
+        `may_freeze`: `freeze` will be called. Raises MemoryLimitError if it cannot be had.
         """
         if not sys.platform.startswith("linux"):
             raise MemoryLimitError(f"memory that ranks share needs Linux: {_NOT_SHARED}")
         try:
-            return cls(_memory_file(nbytes), nbytes)
+            return cls(_memory_file(nbytes, may_freeze=may_freeze), nbytes)
         except OSError as error:
             raise _refused(nbytes, error, psutil.virtual_memory().available) from error
 
@@ -116,9 +117,19 @@ class SharedMemory:
             self._collapses = False
             _log.debug("no shared memory is collapsed: the kernel gives huge pages by itself, or none")
 
+    def freeze(self) -> None:
+        """From now on nobody can map it to write to it, but for the mappings that there are. Private ones can be had:
+        what is written there stays there. A kernel that does not know this (before 5.1) leaves it as it is."""
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
     def map(self) -> HostBuffer:
         """The memory, in this process, for as long as anything refers to it."""
         return map_shared(self.descriptor, self.nbytes)
+
+    def map_private(self) -> HostBuffer:
+        """As `map`, but what is written there is this mapping's own."""
+        return map_private(self.descriptor, self.nbytes)
 
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
@@ -127,11 +138,12 @@ class SharedMemory:
                 os.close(descriptor)
 
 
-def _memory_file(nbytes: int) -> int:
+def _memory_file(nbytes: int, *, may_freeze: bool = False) -> int:
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | (0 if may_freeze else fcntl.F_SEAL_SEAL)
     descriptor = os.memfd_create("loader-service", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(descriptor, nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,0 +1,123 @@
+"""What all ranks do together beside loads, in a session of its own: filling a host table, keeping a load.
+
+The order is the same on every rank; a rank that fails says so before it cleans up, and all ranks fail with one cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Generic, TypeVar
+
+from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
+from loader_service.agreement.messages import Phase, Verdict, error_of
+from loader_service.agreement.session import Session
+from loader_service.bridge import uninterrupted
+from loader_service.engine import SERVICE_CLOSED, Engine
+from loader_service.errors import StateError, clear_frames
+from loader_service.opening import Opening
+from loader_service.rows import Reading
+
+log = logging.getLogger("loader_service.load")
+
+T = TypeVar("T")
+
+FINAL = "the ranks' verdict ended it"
+LOOK_EVERY_S = 0.25
+
+
+class Collective(Generic[T]):
+    """One such call on its rank; runs on the service's loop. Subclasses say in `_act` what is done, in `_let_go` what
+    of it is given back after a failure, and keep in `_readings` what reading threads are at."""
+
+    def __init__(self, engine: Engine, load: str, what: str) -> None:
+        self._engine = engine
+        self._load = load
+        self._what = what
+        self._phase = Phase.CONFIG
+        self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
+        self._session: Session | None = None
+        self._readings: list[Reading] = []
+        self._failed = False
+        self._stopped = threading.Event()  # for threads that wait for other ranks
+
+    async def _act(self, session: Session, opening: Opening) -> T:
+        raise NotImplementedError
+
+    async def _let_go(self) -> None:
+        """After a failure; nothing reads any more."""
+
+    def _forget(self) -> None:
+        """Afterwards, whatever came of it: nothing here may keep memory that is to end with its tensor."""
+
+    async def run(self) -> T:
+        """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
+        engine, task = self._engine, asyncio.current_task()
+        assert task is not None
+        self._task = task
+        engine.collective_tasks.add(task)
+        try:
+            self._session = session = engine.group.session(f"{self._load}: {self._what}", describe=DESCRIBE)
+            session.on_final(self._final_arrived)
+            done = await self._act(session, Opening(engine, self._load, session, []))
+            await session.close()
+        except BaseException as error:
+            self._task = None  # this rank's own FAIL brings a verdict, too
+            await uninterrupted(self._fail(error))
+            if isinstance(error, asyncio.CancelledError):
+                self._raise_meant(error)
+            raise
+        finally:
+            engine.collective_tasks.discard(task)
+            self._task = None
+            self._readings.clear()
+            self._forget()
+        return done
+
+    def attach_verdict(self, error: BaseException) -> None:
+        """Adds to this rank's own exception what all ranks found, once this has failed. Never raises."""
+        if self._session is not None and self._failed:
+            with contextlib.suppress(Exception):  # a class of the caller's own may refuse
+                attach_verdict(error, self._session, self._phase)
+
+    def _raise_meant(self, cancelled: asyncio.CancelledError) -> None:
+        """Raises what this task was cancelled for, unless its caller has cancelled it, who gets that."""
+        final = self._session.final if self._session is not None else None
+        if final is not None and cancelled.args == (FINAL,):
+            failure = error_of(final)
+            raise failure from failure.__cause__
+        if cancelled.args == (SERVICE_CLOSED,):
+            raise StateError(f"{SERVICE_CLOSED} before {self._what} was there")
+
+    def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
+        self._stopped.set()
+        if self._task is not None:
+            self._task.cancel(FINAL)
+
+    async def _fail(self, error: BaseException) -> None:
+        """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises."""
+        session = self._session
+        if session is None:
+            return
+        telling = None
+        if session.final is None and not session.succeeded:
+            telling = asyncio.ensure_future(session.fail(as_reported(error), self._phase))
+        self._stopped.set()
+        for reading in self._readings:
+            reading.cancel()
+        grace_s = self._engine.config.agreement.grace_s
+        for reading in self._readings:
+            if not await reading.ended_within(grace_s):
+                log.warning("a read for %s did not return; its memory is not used again", self._what)
+        self._engine.forget_catalog(self._load)
+        if telling is not None:
+            with contextlib.suppress(Exception):
+                await telling
+        clear_frames(error)  # else it would keep the memory, if somebody keeps it
+        self._failed = True
+        self.attach_verdict(error)
+        await self._let_go()
+        with contextlib.suppress(Exception):
+            await session.close()

@@ -1,0 +1,135 @@
+"""How a service and its workers find and hear each other: a Unix socket of one user, on one node.
+
+A message is a JSON object in one packet. What is large, memory and the index of it, travels as descriptors of memory
+files. By default the socket is abstract: it has no file, so that no crash leaves one behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from loader_service.config.schema import ServiceConfig
+from loader_service.errors import ConfigError
+
+MOST_BYTES: Final = 64 << 10
+MOST_DESCRIPTORS: Final = 250  # the kernel takes 253 with one packet
+_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+
+Address = str | bytes
+
+
+def address_of(config: ServiceConfig, number: int) -> Address:
+    """Where the service `number` of a node is found: a path, or an abstract name (bytes that begin with zero)."""
+    name = config.serve.socket
+    if name == "auto":
+        name = f"@loader-service-{os.geteuid()}-{_digest(config)}"
+    if number:
+        name += f".{number}"
+    return b"\0" + name[1:].encode() if name.startswith("@") else name
+
+
+def shown(address: Address) -> str:
+    """An address as it is written in the YAML file."""
+    return address if isinstance(address, str) else "@" + address[1:].decode()
+
+
+def _digest(config: ServiceConfig) -> str:
+    """Of what is read: the same for a service and its workers, whose configurations may differ in how they read."""
+    paths = [config.checkpoint_of(load).path for load in config.loads]
+    return hashlib.sha256(json.dumps(sorted(map(str, paths))).encode()).hexdigest()[:16]
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. A file at its path is the owner's alone; one that a killed service left there is replaced.
+
+    Raises ConfigError if the address cannot be had.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.setblocking(False)
+    try:
+        if isinstance(address, bytes):
+            listening.bind(address)
+        else:
+            _bind_file(listening, address)
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        advice = "give another `serve.socket`, or end the service that has it"
+        reason = "another service listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+        raise ConfigError(f"serve.socket: {shown(address)} cannot be had: {reason}; {advice}") from error
+    return listening
+
+
+def _bind_file(listening: socket.socket, path: str) -> None:
+    if Path(path).is_socket():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()
+            except OSError:
+                pass
+    before = os.umask(0o177)  # from its first moment; threads of this process make no files meanwhile
+    try:
+        listening.bind(path)
+    finally:
+        os.umask(before)
+
+
+def unlink(address: Address) -> None:
+    """Removes a socket's file, if it has one."""
+    if isinstance(address, str):
+        with contextlib.suppress(OSError):
+            Path(address).unlink()
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return process, user
+
+
+def is_trusted(user: int) -> bool:
+    """Whether a user may be at the other end: this process's own, and root, who can do all of it anyway."""
+    return user in (os.geteuid(), 0)
+
+
+def decode(packet: bytes) -> dict[str, object]:
+    """A packet's message; empty for what is none."""
+    with contextlib.suppress(ValueError):
+        message = json.loads(packet)
+        if isinstance(message, dict):
+            return message
+    return {}
+
+
+def send(connection: socket.socket, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> bool:
+    """Sends without waiting; False if the other end does not take it."""
+    packet = json.dumps(message, separators=(",", ":")).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
+    try:
+        connection.sendmsg([packet], rights if descriptors else [], socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
+    """One message with its descriptors; no message at all ({}) at the end of the connection. Blocks as the socket does.
+
+    Raises OSError. Descriptors that the system dropped on the way, for want of free ones, are missing.
+    """
+    packet, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # `recv_fds` drops the flag: programs started here would keep them
+    return decode(packet), descriptors
