@@ -14,6 +14,8 @@ Names are imported when they are first used: what needs no tensors does not wait
 import importlib
 from typing import TYPE_CHECKING
 
+from loader_service.version import VERSION
+
 if TYPE_CHECKING:
     from loader_service.agreement.group import Rendezvous as Rendezvous
     from loader_service.batches import Batch as Batch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from loader_service.config.yaml_file import config_from_dict as config_from_dict
     from loader_service.config.yaml_file import load_config as load_config
     from loader_service.errors import AgreementError as AgreementError
+    from loader_service.errors import AttachError as AttachError
     from loader_service.errors import CheckpointError as CheckpointError
     from loader_service.errors import ConfigError as ConfigError
     from loader_service.errors import DestinationError as DestinationError
@@ -41,16 +44,19 @@ if TYPE_CHECKING:
     from loader_service.planning.plan import RankPlan as RankPlan
     from loader_service.report import LoadReport as LoadReport
     from loader_service.report import PolicyOutcome as PolicyOutcome
+    from loader_service.resident import ResidentService as ResidentService
     from loader_service.rows import RowSource as RowSource
     from loader_service.service import BlockingLoaderService as BlockingLoaderService
     from loader_service.service import LoaderService as LoaderService
+    from loader_service.service import attach as attach
+    from loader_service.service import attach_blocking as attach_blocking
     from loader_service.service import host_resident_weights as host_resident_weights
     from loader_service.service import iter_weights as iter_weights
     from loader_service.stream import BlockingLoad as BlockingLoad
     from loader_service.stream import Load as Load
     from loader_service.tables import HostTable as HostTable
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "agreement.group": ("Rendezvous",),
@@ -59,6 +65,7 @@ _HOMES = {
     "config.yaml_file": ("aload_config", "config_from_dict", "load_config"),
     "errors": (
         "AgreementError",
+        "AttachError",
         "CheckpointError",
         "ConfigError",
         "DestinationError",
@@ -76,13 +83,18 @@ _HOMES = {
     "memory.events": ("DeviceEvent",),
     "planning.plan": ("LoadPlan", "RankPlan"),
     "report": ("LoadReport", "PolicyOutcome"),
+    "resident": ("ResidentService",),
     "rows": ("RowSource",),
-    "service": ("BlockingLoaderService", "LoaderService", "host_resident_weights", "iter_weights"),
+    "service": (
+        "BlockingLoaderService",
+        "LoaderService",
+        "attach",
+        "attach_blocking",
+        "host_resident_weights",
+        "iter_weights",
+    ),
     "stream": ("BlockingLoad", "Load"),
     "tables": ("HostTable",),
-}
-_ABSENT = {
-    "attach": "the resident service",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -92,8 +104,7 @@ __all__ = ["__version__", *sorted(_HOME_OF)]
 def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
-        why = f": this version does not have {_ABSENT[name]}" if name in _ABSENT else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{why}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -34,7 +34,7 @@ from loader_service.reading.handles import HandleCache
 from loader_service.reading.local import LocalStorage
 from loader_service.reading.positioned import verify_identity
 from loader_service.reading.ranges import RangeReader
-from loader_service.reading.reader import Storage
+from loader_service.reading.reader import FileIdentity, Storage
 from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
@@ -271,7 +271,11 @@ class Engine:
 
     def verify(self, shard: Shard) -> None:
         """Raises CheckpointError unless the file is still the one whose header was read. Blocks."""
-        verify_identity(self.handles, shard.path, shard.identity, retries=self.config.reads.retries)
+        self.verify_file(shard.path, shard.identity)
+
+    def verify_file(self, path: str, identity: FileIdentity) -> None:
+        """As `verify`, of any file."""
+        verify_identity(self.handles, path, identity, retries=self.config.reads.retries)
 
     async def held(self, plan: RankPlan) -> HeldBytes | None:
         """What of a load is in memory: kept by the node's resident services or, where they keep nothing of it, in the

@@ -19,6 +19,7 @@ from loader_service.bridge import Channel, uninterrupted
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError, StateError, record_of
 from loader_service.filling import HeldBytes, OwnedUnit, SlotUnit
+from loader_service.keeping.telling import Telling
 from loader_service.load_reading import LoadReading
 from loader_service.neighbours import Neighbours
 from loader_service.node_sharing import NodeSharing
@@ -58,6 +59,7 @@ class LoadRun:
         self._reading: LoadReading | None = None
         self._cached: HeldBytes | None = None
         self._failed_by: BaseException | None = None  # reading here
+        self._telling: Telling | None = None  # a resident service, of this load
         self._told: asyncio.Task[Verdict | None] | None = None  # of what went wrong here, before the consumer knows
         self._started_s = 0.0
         self._seconds: float | None = None
@@ -103,6 +105,9 @@ class LoadRun:
         """Agrees on configuration, catalog and plan; collective. After it, every rank can read its part."""
         self._started_s = time.monotonic()
         self._entering = asyncio.current_task()
+        if (attachment := self._engine.attachment) is not None:
+            group = self._engine.group
+            self._telling = Telling(attachment, self.name, group.rank, group.world_size, self.counters)
         try:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
@@ -286,7 +291,7 @@ class LoadRun:
                     await session.close()
             await self._leave_node()
         finally:
-            self._ended()
+            self._ended(error)
         self.attach_verdict(error)
 
     def attach_verdict(self, error: BaseException) -> None:
@@ -298,7 +303,7 @@ class LoadRun:
         if self._others is not None:
             await self._others.close()
 
-    def _ended(self) -> None:
+    def _ended(self, error: BaseException | None = None) -> None:
         self._left = True
         if self._reading is not None:
             self._reading.left()
@@ -310,6 +315,8 @@ class LoadRun:
         if not self.channel.over:  # whoever still iterates, or waits, hears of it
             self.channel.fail(StateError(f"load '{self.name}' was left: consume it inside its `with` block"))
         self._seconds = time.monotonic() - self._started_s
+        if self._telling is not None:
+            self._telling.end(self.report() if error is None else None, error)
 
     # Reporting
 

@@ -34,6 +34,7 @@ class _Service:
         *,
         storage: Storage | None = None,
         pinner: Pinner | None = None,
+        attach: bool = False,
     ) -> None:
         if not isinstance(config, ServiceConfig):
             raise ConfigError(
@@ -45,6 +46,7 @@ class _Service:
         self._coords = coords
         self._storage = storage
         self._pinner = pinner
+        self._attach = attach
         self._loop: ServiceLoop | None = None
         self._engine: Engine | None = None
 
@@ -69,7 +71,9 @@ class _Service:
 
     def _create(self) -> tuple[ServiceLoop, Engine]:
         self._loop = ServiceLoop()
-        self._engine = Engine(self.config, self._group, self._coords, storage=self._storage, pinner=self._pinner)
+        self._engine = Engine(
+            self.config, self._group, self._coords, storage=self._storage, pinner=self._pinner, attach=self._attach
+        )
         return self._loop, self._engine
 
     def _new_run(self, load: str) -> tuple[LoadRun, ServiceLoop]:
@@ -91,8 +95,8 @@ class LoaderService(_Service):
 
     `group` says who acts together: None (torch.distributed's default group if it is initialised, alone otherwise),
     "solo", a `ProcessGroup`, or a `Rendezvous`. `coords` overrides this rank's place in the mesh, `{axis: number}`.
-    `storage` and `pinner` replace what touches the disk and the accelerator. Usable under any event loop; the loader
-    runs on a loop of its own. Raises ConfigError before anything starts.
+    `storage` and `pinner` replace what touches the disk and the accelerator; `attach`: see the function of that name.
+    Usable under any event loop; the loader runs on a loop of its own. Raises ConfigError before anything starts.
     """
 
     async def __aenter__(self) -> Self:
@@ -162,9 +166,31 @@ class LoaderService(_Service):
         *,
         storage: Storage | None = None,
         pinner: Pinner | None = None,
+        attach: bool = False,
     ) -> BlockingLoaderService:
         """The same service for synchronous code, also under a running loop: `with LoaderService.blocking(...)`."""
-        return BlockingLoaderService(config, group, coords, storage=storage, pinner=pinner)
+        return BlockingLoaderService(config, group, coords, storage=storage, pinner=pinner, attach=attach)
+
+
+def attach(config: ServiceConfig, group: GroupChoice = None, coords: Mapping[str, int] | None = None) -> LoaderService:
+    """A service for a worker beside which `loader-service serve` runs, on the same node, with the same checkpoint.
+
+    As `LoaderService(config, group, coords)`, but what the resident service keeps is not read: tensors and shared host
+    tables are made over its memory, all else is copied from there. Bytes are the same with and without it. What is
+    written to a tensor is this process's own; a shared host table is memory of all workers, as ever. The first load
+    waits, at most `agreement.start_timeout_s`, for a service that still fills.
+
+    Where none answers, or it has ended, `serve.if_absent` decides: read the files here, with a warning and a line in
+    the report (`policies["service"]`), or fail on all ranks with AttachError.
+    """
+    return LoaderService(config, group, coords, attach=True)
+
+
+def attach_blocking(
+    config: ServiceConfig, group: GroupChoice = None, coords: Mapping[str, int] | None = None
+) -> BlockingLoaderService:
+    """As `attach`, for synchronous code: `with ls.attach_blocking(config) as service`."""
+    return BlockingLoaderService(config, group, coords, attach=True)
 
 
 class BlockingLoaderService(_Service):

@@ -37,29 +37,22 @@ class PlacedRanges:
         bases = offset + np.concatenate([[0], np.cumsum(pages)]).astype(np.int64)
         return cls(ranges.starts, ranges.stops, bases[:-1] + leads), int(bases[-1])
 
-    @property
-    def nbytes(self) -> int:
-        return int((self.stops - self.starts).sum())
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Where kept bytes lie: by shard its ranges, in memory of `nbytes`."""
+    """Where kept bytes lie: by the path of a file its ranges, in memory of `nbytes`."""
 
-    by_shard: Mapping[int, PlacedRanges]
+    by_file: Mapping[str, PlacedRanges]
     nbytes: int
 
     @classmethod
-    def of(cls, ranges: Mapping[int, ByteRanges]) -> Self:
+    def of(cls, ranges: Mapping[str, ByteRanges]) -> Self:
+        """One file after the other."""
         placed, offset = {}, 0
-        for shard in sorted(ranges):
-            if ranges[shard].nbytes:
-                placed[shard], offset = PlacedRanges.after(ranges[shard], offset)
+        for path in sorted(ranges):
+            if ranges[path].nbytes:
+                placed[path], offset = PlacedRanges.after(ranges[path], offset)
         return cls(placed, offset)
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(ranges.nbytes for ranges in self.by_shard.values())
 
 
 def streamed_ranges(plan: LoadPlan, ranks: range) -> dict[int, ByteRanges]:

@@ -38,6 +38,10 @@ class ByteRanges:
     def nbytes(self) -> int:
         return int((self.stops - self.starts).sum())
 
+    def joined(self, others: ByteRanges) -> ByteRanges:
+        """They and `others`."""
+        return ByteRanges.merged([*self.starts, *others.starts], [*self.stops, *others.stops])
+
     def without(self, others: ByteRanges) -> ByteRanges:
         """What of them is in none of `others`."""
         edges = np.unique(np.concatenate([self.starts, self.stops, others.starts, others.stops]))

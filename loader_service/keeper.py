@@ -1,0 +1,354 @@
+"""Keeping one load for the workers of a node: agreed, admitted and read by the resident services of all nodes.
+
+Each service keeps what its own share of the ranks takes. A load that memory does not admit whole is kept as its shared
+host tables alone; which of it, all services decide alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from loader_service.agreement.messages import JSON, Phase, PhaseRecord
+from loader_service.agreement.session import Session
+from loader_service.collective import LOOK_EVERY_S, Collective
+from loader_service.engine import Engine
+from loader_service.errors import MemoryLimitError
+from loader_service.keeping.index import KeptFile
+from loader_service.keeping.shape import (
+    Placed,
+    PlacedRanges,
+    ranks_of,
+    shared_tables,
+    streamed_ranges,
+    table_ranges,
+)
+from loader_service.keeping.status import Kept, ServedLoad
+from loader_service.memory.admission import Supply, refusal, reserve_of
+from loader_service.memory.allocators import HostBuffer
+from loader_service.memory.fingerprints import fingerprint
+from loader_service.memory.held import ByteRanges
+from loader_service.memory.shared import SharedMemory
+from loader_service.opening import Opening
+from loader_service.planning.plan import LoadPlan
+from loader_service.reading.file_range import FileRange
+from loader_service.reading.reader import FileIdentity
+from loader_service.rows import Reading, RowReader
+from loader_service.sharing.readahead import ReadAhead, Stripe
+from loader_service.sizes import format_size
+
+log = logging.getLogger("loader_service.serve")
+
+_AT_ONCE = 16  # ranges that are being read; each has two chunks a thread queued
+
+Purpose = Literal["keep", "warm"]
+_WARMED: tuple[Kept, str] = ("page cache", "")
+
+
+class HeadersRead:
+    """Which headers and indexes were read, and how long they are, for `checkpoint.discovery`."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[FileIdentity, int]] = {}
+
+    def get(self, path: str, state: Hashable) -> None:
+        """Nothing: they are read."""
+
+    def keep(self, path: str, state: Hashable, raw: bytes) -> None:
+        self.files[path] = (FileIdentity(*cast("tuple[int, int, int, int, int]", state)), len(raw))
+
+    def clear(self) -> None:
+        self.files.clear()
+
+
+@dataclass(eq=False)
+class KeptMemory:
+    """A memory file, and what is to lie in it: by path, the file's identity and its ranges."""
+
+    memory: SharedMemory
+    shared: bool  # workers write to it together, as ranks do to shared host tables
+    files: Mapping[str, tuple[FileIdentity, PlacedRanges]]
+    buffer: HostBuffer | None = None  # while it is filled
+    described: list[KeptFile] = field(default_factory=list)
+
+    def views(self) -> Iterator[tuple[FileRange, memoryview]]:
+        """What is to be read, and where to."""
+        assert self.buffer is not None
+        for path, (identity, ranges) in self.files.items():
+            columns = (ranges.starts, ranges.stops, ranges.offsets)
+            for start, stop, offset in zip(*(column.tolist() for column in columns), strict=True):
+                yield FileRange(path, identity, start), self.buffer.memoryview[offset : offset + stop - start]
+
+    def finish(self, heads: Mapping[str, tuple[FileIdentity, int]]) -> None:
+        """Describes it, and lets go of the mapping. Nobody can write to it any more, unless it is shared."""
+        sums = iter([fingerprint(view) for _, view in self.views()] if self.shared else ())
+        for path, (identity, ranges) in self.files.items():
+            _, head_bytes = heads.get(path, (identity, 0))
+            has_head = ranges.starts[0] == 0 and ranges.stops[0] >= head_bytes
+            own = tuple(next(sums) for _ in ranges.starts) if self.shared else ()
+            self.described.append(KeptFile(path, identity.state, 0, ranges, head_bytes if has_head else 0, own))
+        self.buffer = None
+        if not self.shared:
+            self.memory.freeze()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a memory file of `nbytes` would hold of a load: by path, the file's identity and its ranges."""
+
+    files: Mapping[str, tuple[FileIdentity, PlacedRanges]]
+    nbytes: int
+
+    @property
+    def read_bytes(self) -> int:
+        """What is to be read for it."""
+        return sum(int((ranges.stops - ranges.starts).sum()) for _, ranges in self.files.values())
+
+
+_NOTHING = _Part({}, 0)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a load would take: what is streamed, headers and rows of single ranks; and whole tables."""
+
+    streamed: _Part
+    tables: _Part
+
+    @property
+    def nbytes(self) -> int:
+        return self.streamed.nbytes + self.tables.nbytes
+
+
+class KeepRun(Collective[list[KeptMemory]]):
+    """Keeps or warms one load, on the service of one rank. Runs on the service's loop.
+
+    `had`, by state of a file, is kept already; `on_met` hears which of how many services on this node this one is.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        load: str,
+        purpose: Purpose,
+        *,
+        headers: HeadersRead,
+        had: Mapping[Hashable, ByteRanges],
+        on_met: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(engine, load, f"what is to be {'kept' if purpose == 'keep' else 'read ahead'} of it")
+        self.status = ServedLoad(load)
+        self._purpose = purpose
+        self._headers = headers
+        self._had = had
+        self._on_met = on_met
+        self._chosen = _Wanted(_NOTHING, _NOTHING)
+        self._kept: list[KeptMemory] = []
+        self._ahead: ReadAhead | None = None
+        self._read_before = 0
+        self._phase_began_s = time.monotonic()
+
+    async def _act(self, session: Session, opening: Opening) -> list[KeptMemory]:
+        engine = self._engine
+        self.status = replace(self.status, state="agreeing")
+        await self._meet(opening)
+        self._enter(Phase.CATALOG)
+        catalog = await opening.catalog()
+        self._enter(Phase.PLAN)
+        plan = await opening.plan(catalog)
+        ranks = ranks_of(engine.group.rank, engine.group.world_size, plan.world_size)
+        wanted = await engine.in_thread(lambda: self._wanted(plan, ranks), what=f"working out load '{self._load}'")
+        agreed = await opening.agree_on_plan(plan, told=await self._demand(wanted))
+        self._enter(Phase.OPEN)
+        told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
+        self._settle(wanted, told, len(plan.tensor_ids))
+        await self._allocate(session)
+        await session.exchange(Phase.OPEN, PhaseRecord())
+        self._enter(Phase.READ)
+        self.status = replace(self.status, state="reading")
+        if self._purpose == "warm":
+            await self._read_ahead(session, plan, ranks)
+        else:
+            await self._read(session)
+        await session.exchange(Phase.READ, PhaseRecord())
+        self._enter(Phase.FINISH)
+        for kept in self._kept:
+            kept.finish(self._headers.files)
+        await session.exchange(Phase.FINISH, PhaseRecord())
+        self._enter(Phase.FINISH)
+        self.status = replace(self.status, state="ready")
+        return self._kept
+
+    async def _let_go(self) -> None:
+        self.status = replace(self.status, state="failed", kept="nothing", kept_bytes=0)
+        if self._ahead is not None:
+            await self._ahead.stop(self._engine.config.agreement.grace_s)
+        for kept in self._kept:
+            kept.buffer = None
+            kept.memory.close()
+
+    def _enter(self, phase: Phase) -> None:
+        now_s = time.monotonic()
+        seconds = now_s - self._phase_began_s
+        self.status = replace(self.status, phases={**self.status.phases, self._phase.value: seconds})
+        self._phase, self._phase_began_s = phase, now_s
+
+    # Before anything is read
+
+    async def _meet(self, opening: Opening) -> None:
+        engine = self._engine
+        async with engine.entering:
+            met = await opening.config(card={"node": engine.node})
+        told = [cast("Mapping[str, object]", facts).get("card") for facts in met.listed or ()]
+        nodes = [cast("Mapping[str, object]", card).get("node") for card in told]
+        here = [rank for rank, node in enumerate(nodes) if node == engine.node]
+        engine.size_threads({engine.node: len(here)})
+        self._on_met(here.index(engine.group.rank), len(here))
+
+    def _wanted(self, plan: LoadPlan, ranks: range) -> _Wanted:
+        """What of the load is not kept yet, in memory of its own. Blocks: plans every rank of the share."""
+        shards = plan.catalog.shards
+        identities = {shard.path: shard.identity for shard in shards} | {
+            path: identity for path, (identity, _) in self._headers.files.items()
+        }
+        streamed = {shards[shard].path: ranges for shard, ranges in streamed_ranges(plan, ranks).items()}
+        for path, (_, nbytes) in self._headers.files.items():
+            head = ByteRanges.merged([0], [nbytes])
+            streamed[path] = streamed[path].joined(head) if path in streamed else head
+        tables = {shards[s].path: ranges for s, ranges in table_ranges(shared_tables(plan, ranks)).items()}
+        return _Wanted(self._part(streamed, identities), self._part(tables, identities))
+
+    def _part(self, wanted: Mapping[str, ByteRanges], identities: Mapping[str, FileIdentity]) -> _Part:
+        placed = Placed.of({path: self._not_had(identities[path], ranges) for path, ranges in wanted.items()})
+        return _Part({path: (identities[path], ranges) for path, ranges in placed.by_file.items()}, placed.nbytes)
+
+    def _not_had(self, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
+        had = self._had.get(identity.state)
+        return ranges if had is None else ranges.without(had)
+
+    async def _demand(self, wanted: _Wanted) -> JSON:
+        """What all services must know of this one: what it would take, and what memory is free to it."""
+        engine = self._engine
+        rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
+        supply = Supply(engine.group.rank, engine.node, rooms, engine.config.memory.reserve_bytes)
+        told = {"everything": wanted.nbytes, "tables": wanted.tables.nbytes}
+        return {"supply": cast(JSON, supply.as_json()), **told}
+
+    def _settle(self, wanted: _Wanted, told: Sequence[Mapping[str, object]], tensors: int) -> None:
+        """Decides what is kept, as all other services do. Raises MemoryLimitError if not even the tables fit."""
+        kept, reason = self._admitted(told) if self._purpose == "keep" else _WARMED
+        streamed = wanted.streamed if kept == "everything" else _NOTHING
+        tables = wanted.tables if kept in ("everything", "tables") else _NOTHING
+        self._chosen = _Wanted(streamed, tables)
+        self.status = replace(
+            self.status,
+            kept=kept,
+            reason=reason,
+            wanted_bytes=streamed.read_bytes + tables.read_bytes,
+            kept_bytes=self._chosen.nbytes,
+            tensors=tensors,
+        )
+        if reason:
+            log.warning("load '%s': kept is %s of it, not everything: %s", self._load, kept, reason)
+
+    def _admitted(self, told: Sequence[Mapping[str, object]]) -> tuple[Kept, str]:
+        supplies = [Supply.from_json(rank, facts["supply"]) for rank, facts in enumerate(told)]
+        everything, tables = ([cast(int, facts[what]) for facts in told] for what in ("everything", "tables"))
+        problem = refusal(supplies, everything)
+        if problem is None:
+            return "everything", ""
+        if (too_much := refusal(supplies, tables)) is not None:
+            raise MemoryLimitError(f"shared host tables of load '{self._load}' cannot be kept: {too_much}")
+        return ("tables" if any(tables) else "nothing"), problem
+
+    async def _allocate(self, session: Session) -> None:
+        def reserve() -> None:
+            for part, shared in ((self._chosen.streamed, False), (self._chosen.tables, True)):
+                if part.files:
+                    kept = KeptMemory(SharedMemory.create(part.nbytes, may_freeze=not shared), shared, part.files)
+                    self._kept.append(kept)
+                    kept.memory.reserve(0, part.nbytes, self._stopped.is_set)
+                    kept.buffer = kept.memory.map()
+
+        await self._engine.in_thread(
+            reserve,
+            what=f"reserving memory for load '{self._load}'",
+            on_progress=session.report_progress,
+            progress=lambda: f"{format_size(sum(k.memory.reserved_bytes for k in self._kept))} reserved",
+        )
+
+    # Reading
+
+    async def _read(self, session: Session) -> None:
+        engine = self._engine
+        reader = engine.row_reader(RowReader, may_drop=True)
+        running: deque[Reading] = deque()
+        for kept in self._kept:
+            for where, view in kept.views():
+                reading = reader.begin(where, view)
+                self._readings.append(reading)
+                running.append(reading)
+                if len(running) >= _AT_ONCE:
+                    await self._until_first_ends(session, running)
+        while running:
+            await self._until_first_ends(session, running)
+        await engine.in_thread(self._verify, what="looking at the files again")
+
+    async def _until_first_ends(self, session: Session, running: deque[Reading]) -> None:
+        first = running[0]
+        while not await first.ended_within(LOOK_EVERY_S):
+            self._note_read(session, self._read_before + sum(reading.done_bytes for reading in running))
+            for reading in running:  # the others hear of it before what still runs has come back
+                reading.raise_error()
+        first.raise_error()
+        running.popleft()
+        self._readings.remove(first)
+        self._read_before += first.done_bytes
+        self._note_read(session, self._read_before)
+
+    def _note_read(self, session: Session, nbytes: int) -> None:
+        self.status = replace(self.status, read_bytes=nbytes)
+        session.report_progress(f"{format_size(nbytes)} of load '{self._load}' read")
+
+    def _verify(self) -> None:
+        for kept in self._kept:
+            for path, (identity, _) in kept.files.items():
+                self._engine.verify_file(path, identity)
+
+    async def _read_ahead(self, session: Session, plan: LoadPlan, ranks: range) -> None:
+        """Into the page cache, as far as memory is free. Advisory: what goes wrong is told, and no failure."""
+        engine = self._engine
+        room = await engine.in_thread(self._free_bytes, what="how much memory is free")
+        stripes: list[Stripe] = []
+        wanted = 0
+        for shard, ranges in streamed_ranges(plan, ranks).items():
+            for start, stop in zip(ranges.starts.tolist(), ranges.stops.tolist(), strict=True):
+                if wanted < room:
+                    stripes.append((shard, start, min(stop, start + room - wanted)))
+                wanted += stop - start
+        reads = engine.config.reads
+        threads = engine.threads.threads
+        self._ahead = ReadAhead(stripes, plan.catalog.shards, engine.handles, threads=threads, retries=reads.retries)
+        self.status = replace(self.status, wanted_bytes=min(wanted, room))
+        self._ahead.start()
+        while not self._ahead.over:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._note_read(session, self._ahead.read_bytes)
+        stuck = await self._ahead.stop(engine.config.agreement.grace_s)
+        self._note_read(session, self._ahead.read_bytes)
+        reason = self._ahead.problem or "; ".join(stuck)
+        if not reason and wanted > room:
+            reason = f"memory has room for {format_size(room)} of {format_size(wanted)}"
+        if reason:
+            self.status = replace(self.status, reason=reason)
+            log.warning("load '%s' is in the page cache only in part: %s", self._load, reason)
+
+    def _free_bytes(self) -> int:
+        reserve = self._engine.config.memory.reserve_bytes
+        rooms = self._engine.memory_rooms()
+        return max(0, min((room.free_bytes - reserve_of(room, reserve) for room in rooms), default=1 << 62))

@@ -1,0 +1,157 @@
+"""Where workers attach to a resident service: it hands over what it keeps, and hears of their loads.
+
+Runs on the service's loop. A worker that comes early is told once a second how far the service is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Final, cast
+
+from loader_service.keeping import wire
+from loader_service.keeping.index import PROTOCOL, KeptIndex
+from loader_service.keeping.status import WorkerLoad
+from loader_service.memory.shared import SharedMemory
+from loader_service.timeline import Counters
+
+log = logging.getLogger("loader_service.serve")
+
+_TELL_EVERY_S: Final = 1.0
+_HELLO_S: Final = 10.0
+_MOST_LOADS: Final = 10_000  # whose newest news is kept
+_COUNTERS = frozenset(counter.name for counter in fields(Counters))
+
+
+class Reception:
+    """Of one service. `services` on this node have one each. `progress` says how far the service is, in words."""
+
+    def __init__(self, address: wire.Address, services: int, progress: Callable[[], str]) -> None:
+        """Listens from now on. Raises ConfigError if the address cannot be had."""
+        self.address = address
+        self.attached_total = self.failed_total = 0
+        self._services = services
+        self._progress = progress
+        self._loads: dict[tuple[str, int], WorkerLoad] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._attached = 0
+        self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] | None = None
+        self._index: SharedMemory | None = None
+        self._listening = wire.listen(address)
+        self._ready = asyncio.get_running_loop().create_future()
+        self._accepting = asyncio.ensure_future(self._accept())
+
+    @property
+    def attached(self) -> int:
+        """How many workers are attached now."""
+        return self._attached
+
+    @property
+    def loads(self) -> tuple[WorkerLoad, ...]:
+        """The newest load of each name on each rank."""
+        return tuple(self._loads.values())
+
+    def open(self, index: KeptIndex, segments: Sequence[SharedMemory]) -> None:
+        """Everything is there: whoever is or comes gets it. Raises MemoryLimitError if there is no memory for the
+        index."""
+        raw = index.encode()
+        self._index = SharedMemory.create(len(raw))
+        os.pwrite(self._index.descriptor, raw, 0)
+        descriptors = [self._index.descriptor, *(segment.descriptor for segment in segments)]
+        message = {
+            "state": "ready",
+            "services": self._services,
+            "index_bytes": len(raw),
+            "descriptors": len(descriptors),
+        }
+        assert self._ready is not None
+        self._ready.set_result((message, descriptors))
+
+    async def close(self) -> None:
+        """Attaches nobody any more, and ends all connections: that is how workers learn of it."""
+        tasks = (self._accepting, *self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._listening.close()
+        wire.unlink(self.address)
+        if self._index is not None:
+            self._index.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listening)
+            except OSError as error:  # no descriptor is free; who waits is taken later
+                log.warning("a worker cannot be attached now: %s", error)
+                await asyncio.sleep(_TELL_EVERY_S)
+                continue
+            connection.setblocking(False)
+            task = asyncio.ensure_future(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            process, user = wire.peer(connection)
+            if not wire.is_trusted(user):
+                log.warning("process %d of user %d may not attach", process, user)
+                return
+            async with asyncio.timeout(_HELLO_S):
+                hello = await self._hear(connection)
+            if hello.get("protocol") != PROTOCOL:
+                why = f"it speaks version {hello.get('protocol')} of the protocol, the service {PROTOCOL}: install the "
+                wire.send(connection, {"state": "refused", "why": why + "same version of the loader for both"})
+                return
+            if await self._hand_over(connection):
+                await self._listen_to(connection, process)
+
+    async def _hand_over(self, connection: socket.socket) -> bool:
+        """Whether the worker has got what is kept, once that is there."""
+        assert self._ready is not None
+        while not self._ready.done():
+            if not wire.send(connection, {"state": "waiting", "progress": self._progress()}):
+                return False
+            await asyncio.wait((self._ready,), timeout=_TELL_EVERY_S)
+        message, descriptors = self._ready.result()
+        return wire.send(connection, message, descriptors)
+
+    async def _listen_to(self, connection: socket.socket, process: int) -> None:
+        self.attached_total += 1
+        self._attached += 1
+        log.info("worker attached: process %d", process)
+        try:
+            while message := await self._hear(connection):
+                self._note(message)
+        finally:
+            self._attached -= 1
+            log.info("worker gone: process %d", process)
+
+    async def _hear(self, connection: socket.socket) -> dict[str, object]:
+        """The next message; {} at the end."""
+        return wire.decode(await asyncio.get_running_loop().sock_recv(connection, wire.MOST_BYTES))
+
+    def _note(self, message: Mapping[str, object]) -> None:
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # what makes no sense says nothing
+            told = cast("Mapping[str, int | bool]", message["counters"])
+            counters = Counters(**{name: value for name, value in told.items() if name in _COUNTERS})  # type: ignore[arg-type]
+            load = WorkerLoad(
+                load=str(message["load"]),
+                rank=int(cast(int, message["rank"])),
+                world_size=int(cast(int, message["world_size"])),
+                process=int(cast(int, message["process"])),
+                counters=counters,
+                loop_lag_s=float(cast(float, message["loop_lag_s"])),
+                report=cast("Mapping[str, object] | None", message.get("report")),
+                failure=cast("Mapping[str, object] | None", message.get("failure")),
+            )
+            if load.failure is not None:
+                self.failed_total += 1
+            if len(self._loads) < _MOST_LOADS or (load.load, load.rank) in self._loads:
+                self._loads[load.load, load.rank] = load

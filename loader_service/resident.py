@@ -1,0 +1,246 @@
+"""The resident service: a process beside the workers of a node that keeps what they load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+from types import TracebackType
+from typing import Final, Self
+
+from loader_service.agreement.group import GroupChoice
+from loader_service.bridge import ServiceLoop, uninterrupted
+from loader_service.config.schema import ServiceConfig
+from loader_service.engine import Engine
+from loader_service.errors import ConfigError, StateError
+from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose
+from loader_service.keeping import wire
+from loader_service.keeping.index import KeptFile, KeptIndex
+from loader_service.keeping.reception import Reception
+from loader_service.keeping.shape import ranks_of
+from loader_service.keeping.status import ServedLoad, ServiceStatus
+from loader_service.memory.held import ByteRanges
+from loader_service.reading.reader import Storage
+from loader_service.sizes import format_size
+from loader_service.version import VERSION
+
+log = logging.getLogger("loader_service.serve")
+
+_BEAT_S: Final = 0.25
+_LAG_KEPT_S: Final = 60.0
+
+
+class ResidentService:
+    """Keeps loads for the workers of its node: `async with ResidentService(config) as service: await service.fill()`.
+
+    One a node, or several; `group` says which services act together, as for `LoaderService`. `ranks` is how many
+    workers there are on all nodes (default: the mesh's product, else as many as services); each service keeps what its
+    share of them takes. Workers attach with `attach`, also while it fills. Raises ConfigError before anything starts.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        group: GroupChoice = None,
+        *,
+        ranks: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        loads = (*config.serve.keep, *(config.serve.warm or ()))
+        if not loads and config.serve.warm is not None:
+            raise ConfigError("serve: nothing is to be kept or warmed; name loads in serve.keep")
+        self.config = config
+        self._group = group
+        self._storage = storage
+        self._headers = HeadersRead()
+        mesh_ranks = math.prod(config.mesh.values()) if config.mesh is not None else None
+        self._ranks = ranks or mesh_ranks
+        self._make_engine = lambda: Engine(
+            config, group, None, storage=storage, ranks=self._ranks, headers=self._headers
+        )
+        self._loop: ServiceLoop | None = None
+        self._engine: Engine | None = None
+        self._reception: Reception | None = None
+        self._place = (0, 1)  # rank and number of services
+        self._number = 0  # among those of this node
+        self._loads = {load: ServedLoad(load) for load, _ in self._purposes()}
+        self._run: KeepRun | None = None
+        self._kept: list[KeptMemory] = []
+        self._had: dict[Hashable, ByteRanges] = {}
+        self._ready = False
+        self._began_s = self._beat_s = time.monotonic()
+        self._lags: list[tuple[float, float]] = []
+        self._beating: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+
+    def _purposes(self) -> list[tuple[str, Purpose]]:
+        serve = self.config.serve
+        warm = serve.warm if serve.warm is not None else [name for name in self.config.loads if name not in serve.keep]
+        return [*((load, "keep") for load in serve.keep), *((load, "warm") for load in warm)]
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise StateError("the service is open already: make a new one to open it again")
+        self._loop = ServiceLoop()
+        try:
+            await self._loop.run(self._start())
+        except BaseException:
+            await self._leave(None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._leave(exc)
+
+    async def _leave(self, error: BaseException | None) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        try:
+            await loop.run(self._close(error), then_stop=True)
+        finally:
+            await loop.ended()
+
+    async def fill(self) -> None:
+        """Plans, agrees, reads; collective. Returns once the services of all ranks have everything.
+
+        Raises on every service or on none, with one cause. MemoryLimitError if shared host tables do not fit; a load
+        that memory does not admit whole is kept as far as it does, and says so.
+        """
+        assert self._loop is not None, "open it first: `async with`"
+        try:
+            await self._loop.run(self._fill())
+        except BaseException as error:
+            if self._run is not None:
+                self._run.attach_verdict(error)
+            raise
+
+    def status(self) -> ServiceStatus:
+        """What the service is at; from any thread."""
+        engine, reception, now_s = self._engine, self._reception, time.monotonic()
+        rank, world_size = self._place
+        loads = dict(self._loads)
+        if (run := self._run) is not None:
+            loads[run.status.load] = run.status
+        with self._lock:
+            late_s = max([lag_s for _, lag_s in self._lags], default=0.0)
+        ranks = ranks_of(rank, world_size, self._ranks or world_size)
+        return ServiceStatus(
+            version=VERSION,
+            rank=rank,
+            world_size=world_size,
+            node=engine.node if engine is not None else "",
+            ranks_served=(ranks.start, ranks.stop),
+            socket=wire.shown(wire.address_of(self.config, self._number)),
+            ready=self._ready,
+            uptime_s=now_s - self._began_s,
+            loop_lag_s=max(late_s, now_s - self._beat_s - _BEAT_S),
+            loads=tuple(loads.values()),
+            workers=reception.attached if reception is not None else 0,
+            worker_loads=reception.loads if reception is not None else (),
+            attached_total=reception.attached_total if reception is not None else 0,
+            failed_total=reception.failed_total if reception is not None else 0,
+        )
+
+    async def plan(self, load: str) -> dict[str, object]:
+        """Every rank's plan of a load, as `plan --json` has it."""
+        if self._loop is None or self._engine is None:
+            raise StateError("the service is not open")
+        self.config.load(load)
+        return (await self._loop.run(self._engine.plan(load))).as_json()
+
+    # On the service's loop
+
+    async def _start(self) -> None:
+        self._beating = asyncio.ensure_future(self._beat())
+        engine = self._engine = Engine(
+            self.config, self._group, None, storage=self._storage, ranks=self._ranks, headers=self._headers
+        )
+        await engine.start()
+        self._place = engine.group.rank, engine.group.world_size
+        self._ranks = engine.ranks
+        if engine.group.world_size > engine.ranks:
+            raise ConfigError(
+                f"{engine.group.world_size} services are more than the {engine.ranks} workers that the mesh, or "
+                "--ranks, is for"
+            )
+
+    async def _beat(self) -> None:
+        """How late this loop is."""
+        while True:
+            self._beat_s = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
+            now_s = time.monotonic()
+            with self._lock:
+                self._lags = [(at_s, lag_s) for at_s, lag_s in self._lags if now_s - at_s < _LAG_KEPT_S]
+                self._lags.append((now_s, now_s - self._beat_s - _BEAT_S))
+
+    async def _fill(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        for load, purpose in self._purposes():
+            self._run = run = KeepRun(engine, load, purpose, headers=self._headers, had=self._had, on_met=self._on_met)
+            try:
+                new = await run.run()
+            finally:
+                self._loads[load] = run.status
+            self._kept += new
+            self._note_had(new)
+            log.info("load '%s': %s", load, _in_words(run.status))
+        self._open_reception()
+
+    def _on_met(self, number: int, services: int) -> None:
+        self._number = number
+        if self._reception is None:
+            self._reception = Reception(wire.address_of(self.config, number), services, self._progress)
+
+    def _progress(self) -> str:
+        done = sum(load.read_bytes for load in self._loads.values())
+        running = self._run.status if self._run is not None else None
+        if running is None:
+            return "it starts"
+        done += running.read_bytes if self._loads[running.load].state != "ready" else 0
+        return f"load '{running.load}' is {running.state}, {format_size(done)} read"
+
+    def _note_had(self, new: list[KeptMemory]) -> None:
+        for kept in new:
+            for file in kept.described:
+                ranges = ByteRanges(file.ranges.starts, file.ranges.stops)
+                before = self._had.get(file.state)
+                self._had[file.state] = ranges if before is None else before.joined(ranges)
+
+    def _open_reception(self) -> None:
+        files: list[KeptFile] = []
+        for number, kept in enumerate(self._kept):
+            files += [replace(file, segment=number) for file in kept.described]
+        shared = frozenset(number for number, kept in enumerate(self._kept) if kept.shared)
+        index = KeptIndex(tuple(kept.memory.nbytes for kept in self._kept), shared, tuple(files))
+        assert self._reception is not None
+        self._reception.open(index, [kept.memory for kept in self._kept])
+        self._ready = True
+
+    async def _close(self, error: BaseException | None) -> None:
+        self._ready = False
+        try:
+            if self._reception is not None:
+                await self._reception.close()
+            if self._beating is not None:
+                self._beating.cancel()
+            for kept in self._kept:
+                kept.memory.close()
+        finally:
+            if self._engine is not None:
+                await uninterrupted(self._engine.close(error))
+
+
+def _in_words(load: ServedLoad) -> str:
+    if load.kept == "page cache":
+        return f"{format_size(load.read_bytes)} in the page cache"
+    text = f"{load.kept} kept, {format_size(load.kept_bytes)}"
+    return text + (f" ({load.reason})" if load.reason else "")
