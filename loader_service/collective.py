@@ -16,7 +16,7 @@ from loader_service.agreement.messages import Phase, Verdict, error_of
 from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
 from loader_service.engine import SERVICE_CLOSED, Engine
-from loader_service.errors import StateError, clear_frames
+from loader_service.errors import LoaderError, StateError, clear_frames
 from loader_service.opening import Opening
 from loader_service.rows import Reading
 
@@ -52,6 +52,12 @@ class Collective(Generic[T]):
     def _forget(self) -> None:
         """Afterwards, whatever came of it: nothing here may keep memory that is to end with its tensor."""
 
+    @property
+    def failure(self) -> LoaderError | None:
+        """The common verdict that ended it, from the moment it arrives; None before, and after a success."""
+        final = self._session.final if self._session is not None else None
+        return None if final is None else error_of(final)
+
     async def run(self) -> T:
         """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
         engine, task = self._engine, asyncio.current_task()
@@ -84,9 +90,8 @@ class Collective(Generic[T]):
 
     def _raise_meant(self, cancelled: asyncio.CancelledError) -> None:
         """Raises what this task was cancelled for, unless its caller has cancelled it, who gets that."""
-        final = self._session.final if self._session is not None else None
-        if final is not None and cancelled.args == (FINAL,):
-            failure = error_of(final)
+        failure = self.failure
+        if failure is not None and cancelled.args == (FINAL,):
             raise failure from failure.__cause__
         if cancelled.args == (SERVICE_CLOSED,):
             raise StateError(f"{SERVICE_CLOSED} before {self._what} was there")

@@ -47,7 +47,13 @@ log = logging.getLogger("loader_service.serve")
 _AT_ONCE = 16  # ranges that are being read; each has two chunks a thread queued
 
 Purpose = Literal["keep", "warm"]
+_WHAT: Mapping[Purpose, str] = {"keep": "what is to be kept of it", "warm": "what is to be read ahead of it"}
 _WARMED: tuple[Kept, str] = ("page cache", "")
+
+
+def session_name(load: str, purpose: Purpose) -> str:
+    """The name of the session in which services keep or warm a load."""
+    return f"{load}: {_WHAT[purpose]}"
 
 
 class HeadersRead:
@@ -141,7 +147,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         had: Mapping[Hashable, ByteRanges],
         on_met: Callable[[int, int], None],
     ) -> None:
-        super().__init__(engine, load, f"what is to be {'kept' if purpose == 'keep' else 'read ahead'} of it")
+        super().__init__(engine, load, _WHAT[purpose])
         self.status = ServedLoad(load)
         self._purpose = purpose
         self._headers = headers

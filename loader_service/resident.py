@@ -17,13 +17,14 @@ from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, StateError
-from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose
+from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose, session_name
 from loader_service.keeping import wire
 from loader_service.keeping.index import KeptFile, KeptIndex
 from loader_service.keeping.reception import Reception
 from loader_service.keeping.shape import ranks_of
 from loader_service.keeping.status import ServedLoad, ServiceStatus
 from loader_service.memory.held import ByteRanges
+from loader_service.planning.plan import LoadPlan
 from loader_service.reading.reader import Storage
 from loader_service.sizes import format_size
 from loader_service.version import VERSION
@@ -148,12 +149,22 @@ class ResidentService:
             failed_total=reception.failed_total if reception is not None else 0,
         )
 
-    async def plan(self, load: str) -> dict[str, object]:
-        """Every rank's plan of a load, as `plan --json` has it."""
+    @property
+    def failure(self) -> LoaderError | None:
+        """The common verdict that ended the filling, from the moment it arrives."""
+        return self._run.failure if self._run is not None else None
+
+    @property
+    def first_session(self) -> str:
+        """Where other services hear of one that cannot begin."""
+        return session_name(*self._purposes()[0])
+
+    async def plan(self, load: str) -> LoadPlan:
+        """Every rank's plan of a load, from the headers alone."""
         if self._loop is None or self._engine is None:
-            raise StateError("the service is not open")
+            raise StateError("the service is not open: enter it with `async with` first")
         self.config.load(load)
-        return (await self._loop.run(self._engine.plan(load))).as_json()
+        return await self._loop.run(self._engine.plan(load))
 
     # On the service's loop
 

@@ -102,7 +102,7 @@ def _most_bytes(options: BenchOptions) -> int:
         raise ConfigError(f"--max-bytes: {error}") from error
 
 
-class _BenchProcess(RankProcess):
+class _BenchProcess(RankProcess[Load]):
     """One rank's part of the measuring."""
 
     def __init__(

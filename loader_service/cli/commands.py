@@ -136,6 +136,9 @@ def load_command(
         ByChecksum | None,
         typer.Option("--checksum", help="What --against compares whole tensors by (default: crc32); slices by CRC-32."),
     ] = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Take from this node's resident service what it keeps (see `serve`).")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -148,7 +151,39 @@ def load_command(
         by = ByChecksum.CRC32 if checksum is None else checksum
         if checksum is not None and against is None:
             raise ConfigError("--checksum says what --against compares by: give --against MANIFEST too")
-        return run_load(LoadOptions(config, load, verify, manifest, against, by.value, as_json=json, debug=debug))
+        return run_load(
+            LoadOptions(config, load, verify, manifest, against, by.value, attach=attach, as_json=json, debug=debug)
+        )
+
+    return Invocation(work, json, debug, log_level, tells_others=True)
+
+
+@app.command("serve")
+def serve_command(
+    config: Config,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, help="How many workers there are (default: the mesh's product, else WORLD_SIZE)."),
+    ] = None,
+    socket: Annotated[
+        str | None,
+        typer.Option("--socket", metavar="PATH|@NAME", help="Where workers attach, instead of the file's serve.socket."),
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option("--http", metavar="HOST:PORT", help="Serve /healthz, /readyz, /metrics, /status and /plan there."),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+) -> Invocation:
+    """Keep what the YAML file's `serve` names in memory that this node's workers share, until a signal comes. A worker
+    that attaches reads nothing from the disk. One a node; several: with torchrun, as `load`."""
+
+    def work() -> int:
+        from loader_service.cli.serve import ServeOptions, run_serve
+
+        return run_serve(ServeOptions(config, ranks, socket, http, as_json=json, debug=debug))
 
     return Invocation(work, json, debug, log_level, tells_others=True)
 

@@ -47,6 +47,7 @@ class LoadOptions:
     manifest: Path | None
     against: Path | None
     checksum: Checksum
+    attach: bool
     as_json: bool
     debug: bool
 
@@ -119,7 +120,7 @@ class _Looks:
         )
 
 
-class _LoadProcess(RankProcess):
+class _LoadProcess(RankProcess[Load]):
     """One load in one process."""
 
     def __init__(
@@ -180,7 +181,8 @@ class _LoadProcess(RankProcess):
 
     async def _run(self) -> tuple[LoadReport, Manifest | None]:
         options = self._options
-        async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
+        group = self._place.meeting or "solo"
+        async with LoaderService(self._config, group, attach=options.attach) as service:
             self._load = load = service.open(self._name)
             async with load:
                 plan = load.plan.for_rank(self._place.rank)

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from loader_service.agreement.messages import Phase
 from loader_service.cli import ranks
@@ -31,11 +31,18 @@ from loader_service.errors import (
     record_of,
 )
 from loader_service.reading.threads import ReadPool
-from loader_service.stream import Load
 
 T = TypeVar("T")
+FailingT = TypeVar("FailingT", bound="Failing")
 
 LOOK_EVERY_S = 0.05
+
+
+class Failing(Protocol):
+    """What ranks do together: a load, or whatever else has a common verdict."""
+
+    @property
+    def failure(self) -> LoaderError | None: ...
 
 
 class Telling(Protocol):
@@ -109,7 +116,7 @@ class Teller:
             print_failure(record, as_json=False, several_ranks=several)
 
 
-class RankProcess(ABC):
+class RankProcess(ABC, Generic[FailingT]):
     """One command in one process, from its first collective to its exit code. A subclass does `_work`, and puts the
     load that is open, or was last, into `_load`."""
 
@@ -118,7 +125,7 @@ class RankProcess(ABC):
         self._place = place
         self._meeting = meeting
         self._settings = settings
-        self._load: Load | None = None
+        self._load: FailingT | None = None
         self._telling = Teller(telling, place, stopped=lambda: self._stood_still_s > settings.timeout_s / 2)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
