@@ -16,6 +16,7 @@ OWN = [
     "docs/decisions.md",
     "docs/python-api.md",
     "docs/host-tables.md",
+    "docs/metrics.md",
     "docs/integrations.md",
     "docs/drafts-and-sharing.md",
 ]
