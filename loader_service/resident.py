@@ -16,7 +16,7 @@ from loader_service.agreement.group import GroupChoice
 from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
-from loader_service.errors import ConfigError, StateError
+from loader_service.errors import ConfigError, LoaderError, StateError
 from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose, session_name
 from loader_service.keeping import wire
 from loader_service.keeping.index import KeptFile, KeptIndex

@@ -163,11 +163,15 @@ def serve_command(
     config: Config,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="How many workers there are (default: the mesh's product, else WORLD_SIZE)."),
+        typer.Option(
+            "--ranks", min=1, help="How many workers there are (default: the mesh's product, else as many as services)."
+        ),
     ] = None,
     socket: Annotated[
         str | None,
-        typer.Option("--socket", metavar="PATH|@NAME", help="Where workers attach, instead of the file's serve.socket."),
+        typer.Option(
+            "--socket", metavar="PATH|@NAME", help="Where workers attach, instead of the file's serve.socket."
+        ),
     ] = None,
     http: Annotated[
         str | None,

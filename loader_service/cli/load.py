@@ -47,9 +47,9 @@ class LoadOptions:
     manifest: Path | None
     against: Path | None
     checksum: Checksum
-    attach: bool
     as_json: bool
     debug: bool
+    attach: bool = False
 
 
 def run_load(options: LoadOptions) -> int:
@@ -181,8 +181,7 @@ class _LoadProcess(RankProcess[Load]):
 
     async def _run(self) -> tuple[LoadReport, Manifest | None]:
         options = self._options
-        group = self._place.meeting or "solo"
-        async with LoaderService(self._config, group, attach=options.attach) as service:
+        async with LoaderService(self._config, group=self._place.meeting or "solo", attach=options.attach) as service:
             self._load = load = service.open(self._name)
             async with load:
                 plan = load.plan.for_rank(self._place.rank)

@@ -137,7 +137,7 @@ class RankProcess(ABC, Generic[FailingT]):
     async def _work(self) -> None:
         """All that the command does, to what it prints."""
 
-    def _tick(self) -> None:  # noqa: B027 - most have nothing to do then
+    def _tick(self) -> None:
         """Called often, beside the work."""
 
     async def main(self, signals: Interruptions) -> int:

@@ -121,7 +121,7 @@ def opinion(requested: Request, node: Sequence[NodeFacts], wanted: Wanted) -> Op
     if len(node) > MOST_RANKS:  # nobody lays out what so many want
         return Opinion("none", f"{len(node)} ranks on one node; at most {MOST_RANKS} share")
     if all(each.held for each in node):
-        return Opinion(None, "the raw weight cache holds all that its ranks want")
+        return Opinion(None, "memory holds all that its ranks want already")
     if not wanted.shared_bytes:
         return Opinion(None, _NOTHING_TO_SHARE)
     if requested == "auto" and wanted.saved_bytes < LEAST_SAVED_BYTES:

@@ -52,7 +52,7 @@ TWO = (facts(0), facts(1))
         ("staging", TWO, ALL_THE_SAME, "staging", "as configured"),
         ("page_cache", TWO, ALL_THE_SAME, "page_cache", "as configured"),
         ("auto", TWO[:1], ALL_THE_SAME, None, "one rank on its node"),
-        ("staging", (facts(0, held=True), facts(1, held=True)), ALL_THE_SAME, None, "the raw weight cache holds all"),
+        ("staging", (facts(0, held=True), facts(1, held=True)), ALL_THE_SAME, None, "memory holds all"),
         ("staging", (facts(0, held=True), facts(1)), ALL_THE_SAME, "staging", "as configured"),
         ("staging", TWO, NOTHING_IN_COMMON, None, "no common bytes"),
         ("auto", TWO, Wanted(GIB, GIB + LEAST_SAVED_BYTES - 1, GIB), None, "twice"),
