@@ -114,9 +114,9 @@ class ResidentService:
         Raises on every service or on none, with one cause. MemoryLimitError if shared host tables do not fit; a load
         that memory does not admit whole is kept as far as it does, and says so.
         """
-        assert self._loop is not None, "open it first: `async with`"
+        loop = self._entered
         try:
-            await self._loop.run(self._fill())
+            await loop.run(self._fill())
         except BaseException as error:
             if self._run is not None:
                 self._run.attach_verdict(error)
@@ -161,12 +161,22 @@ class ResidentService:
 
     async def plan(self, load: str) -> LoadPlan:
         """Every rank's plan of a load, from the headers alone."""
-        if self._loop is None or self._engine is None:
-            raise StateError("the service is not open: enter it with `async with` first")
+        loop = self._entered
         self.config.load(load)
-        return await self._loop.run(self._engine.plan(load))
+        return await loop.run(self._opened.plan(load))
+
+    @property
+    def _entered(self) -> ServiceLoop:
+        if self._loop is None:
+            raise StateError("the service is not open: enter it with `async with` first")
+        return self._loop
 
     # On the service's loop
+
+    @property
+    def _opened(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
 
     async def _start(self) -> None:
         self._beating = asyncio.ensure_future(self._beat())
@@ -193,8 +203,7 @@ class ResidentService:
                 self._lags.append((now_s, now_s - self._beat_s - _BEAT_S))
 
     async def _fill(self) -> None:
-        engine = self._engine
-        assert engine is not None
+        engine = self._opened
         for load, purpose in self._purposes():
             self._run = run = KeepRun(engine, load, purpose, headers=self._headers, had=self._had, on_met=self._on_met)
             try:
@@ -206,10 +215,12 @@ class ResidentService:
             log.info("load '%s': %s", load, _in_words(run.status))
         self._open_reception()
 
-    def _on_met(self, number: int, services: int) -> None:
+    async def _on_met(self, number: int, services: int) -> None:
         self._number = number
         if self._reception is None:
-            self._reception = Reception(wire.address_of(self.config, number), services, self._progress)
+            address = wire.address_of(self.config, number)
+            listening = await self._opened.in_thread(lambda: wire.listen(address), what="opening a socket for workers")
+            self._reception = Reception(listening, services, self._progress)
 
     def _progress(self) -> str:
         done = sum(load.read_bytes for load in self._loads.values())
@@ -241,6 +252,7 @@ class ResidentService:
         try:
             if self._reception is not None:
                 await self._reception.close()
+                await self._opened.in_thread(self._unlink, what="removing the socket")
             if self._beating is not None:
                 self._beating.cancel()
             for kept in self._kept:
@@ -248,6 +260,9 @@ class ResidentService:
         finally:
             if self._engine is not None:
                 await uninterrupted(self._engine.close(error))
+
+    def _unlink(self) -> None:
+        wire.unlink(wire.address_of(self.config, self._number))
 
 
 def _in_words(load: ServedLoad) -> str:

@@ -91,6 +91,7 @@ class Attachment:
         name = wire.shown(address)
         try:
             connection.connect(address)
+            connection.setblocking(False)  # from here on it is asked before, or nobody waits for it
             if not wire.is_trusted(user := wire.peer(connection)[1]):
                 raise AttachError(f"what listens on {name} is a process of user {user}: it is not trusted")
             wire.send(connection, {"protocol": PROTOCOL, "process": os.getpid()})

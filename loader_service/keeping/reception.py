@@ -31,19 +31,17 @@ _COUNTERS = frozenset(counter.name for counter in fields(Counters))
 class Reception:
     """Of one service. `services` on this node have one each. `progress` says how far the service is, in words."""
 
-    def __init__(self, address: wire.Address, services: int, progress: Callable[[], str]) -> None:
-        """Listens from now on. Raises ConfigError if the address cannot be had."""
-        self.address = address
+    def __init__(self, listening: socket.socket, services: int, progress: Callable[[], str]) -> None:
+        """Takes over a listening socket."""
         self.attached_total = self.failed_total = 0
         self._services = services
         self._progress = progress
         self._loads: dict[tuple[str, int], WorkerLoad] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._attached = 0
-        self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] | None = None
         self._index: SharedMemory | None = None
-        self._listening = wire.listen(address)
-        self._ready = asyncio.get_running_loop().create_future()
+        self._listening = listening
+        self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] = asyncio.get_running_loop().create_future()
         self._accepting = asyncio.ensure_future(self._accept())
 
     @property
@@ -69,7 +67,6 @@ class Reception:
             "index_bytes": len(raw),
             "descriptors": len(descriptors),
         }
-        assert self._ready is not None
         self._ready.set_result((message, descriptors))
 
     async def close(self) -> None:
@@ -79,7 +76,6 @@ class Reception:
             task.cancel()
         await asyncio.wait(tasks)
         self._listening.close()
-        wire.unlink(self.address)
         if self._index is not None:
             self._index.close()
 
@@ -114,7 +110,6 @@ class Reception:
 
     async def _hand_over(self, connection: socket.socket) -> bool:
         """Whether the worker has got what is kept, once that is there."""
-        assert self._ready is not None
         while not self._ready.done():
             if not wire.send(connection, {"state": "waiting", "progress": self._progress()}):
                 return False

@@ -66,6 +66,9 @@ def listen(address: Address) -> socket.socket:
         advice = "give another `serve.socket`, or end the service that has it"
         reason = "another service listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
         raise ConfigError(f"serve.socket: {shown(address)} cannot be had: {reason}; {advice}") from error
+    except BaseException:
+        listening.close()
+        raise
     return listening
 
 
