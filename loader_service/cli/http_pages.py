@@ -76,7 +76,7 @@ class Pages:
             f'<li><a href="{escape(path.partition("?")[0])}">{escape(path)}</a>: {escape(says)}</li>\n'
             for path, says in PATHS.items()
         )
-        title = f"loader-service {status.version}, service {status.rank} of {status.world_size} on {status.node}"
+        title = f"loader-service {status.version}, service {status.rank} of {status.world_size}"
         page = document(title, ["Nothing can be changed from here."], f"<ul>\n{links}</ul>\n")
         return Answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(errors="replace"))
 
