@@ -129,8 +129,9 @@ class ResidentService:
         loads = dict(self._loads)
         if (run := self._run) is not None:
             loads[run.status.load] = run.status
+        late_s = max(0.0, now_s - self._beat_s - _BEAT_S)
         with self._lock:
-            late_s = max([lag_s for _, lag_s in self._lags], default=0.0)
+            worst_s = max([lag_s for _, lag_s in self._lags], default=0.0)
         ranks = ranks_of(rank, world_size, self._ranks or world_size)
         return ServiceStatus(
             version=VERSION,
@@ -141,7 +142,8 @@ class ResidentService:
             socket=wire.shown(wire.address_of(self.config, self._number)),
             ready=self._ready,
             uptime_s=now_s - self._began_s,
-            loop_lag_s=max(late_s, now_s - self._beat_s - _BEAT_S),
+            late_s=late_s,
+            loop_lag_s=max(late_s, worst_s),
             loads=tuple(loads.values()),
             workers=reception.attached if reception is not None else 0,
             worker_loads=reception.loads if reception is not None else (),

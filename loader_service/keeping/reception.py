@@ -148,5 +148,7 @@ class Reception:
             )
             if load.failure is not None:
                 self.failed_total += 1
-            if len(self._loads) < _MOST_LOADS or (load.load, load.rank) in self._loads:
-                self._loads[load.load, load.rank] = load
+            self._loads.pop((load.load, load.rank), None)
+            self._loads[load.load, load.rank] = load
+            if len(self._loads) > _MOST_LOADS:
+                del self._loads[next(iter(self._loads))]  # the one that was told of longest ago

@@ -151,7 +151,7 @@ def test_head_is_get_without_its_body() -> None:
 
 def test_health_is_that_of_the_loop() -> None:
     late = iter((LOOP_LAG_LIMIT_S, LOOP_LAG_LIMIT_S + 1))
-    with serving(lambda: status_with(loop_lag_s=next(late))) as server:
+    with serving(lambda: status_with(late_s=next(late))) as server:
         assert ask(server, "/healthz").code == 200
         stuck = ask(server, "/healthz")
     assert (stuck.code, stuck.body) == (503, b"the service's event loop is 31.0 s late\n")
