@@ -174,4 +174,5 @@ class KeptRangeReader(RangeReader):
         if held is None:
             return super().read_within(where, window)
         copy_segments(held, window.view)
+        self._count(where, kept_bytes=window.nbytes)
         return 0

@@ -69,13 +69,14 @@ async def test_services_keep_what_their_share_of_the_workers_takes(small: Checkp
     rules = {"rules": [{"match": "big.weight", "split": {"axis": "tp", "dim": 0}}]}
     config = config_of(small, rules, serve={"keep": ["target"]}, mesh={"tp": 4})
     seats = make_seats(2)
-    both_filled = asyncio.Barrier(2)
     done = asyncio.Event()
+
+    opened: list[ls.ResidentService] = []
 
     async def serve(seat: Seat) -> ls.ResidentService:
         async with resident(seat, config) as service:
+            opened.append(service)
             await service.fill()
-            await both_filled.wait()
             await done.wait()
             return service
 
@@ -88,7 +89,8 @@ async def test_services_keep_what_their_share_of_the_workers_takes(small: Checkp
 
     serving = asyncio.ensure_future(all_of(seats, serve))
     try:
-        reports = values(await all_of(make_seats(4), work))  # they come early, and wait
+        await until(lambda: len(opened) == 2 and all(service._reception is not None for service in opened))
+        reports = values(await all_of(make_seats(4), work))
     finally:
         done.set()
     assert [report.policies["service"].effective for report in reports] == ["kept"] * 4
