@@ -253,8 +253,12 @@ def compare_command(
 
 @app.command("demo")
 def demo_command(
-    folder: Annotated[Path, typer.Option("--folder", help="Where the checkpoint is made, or found.")] = Path(".demo"),
-    size: Annotated[str, typer.Option("--size", help="The checkpoint's size, such as 300MiB.")] = "300MiB",
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="FOLDER", help="Where the checkpoint is made, or found.")
+    ] = Path(".demo"),
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="The checkpoint's size, such as 300MiB.")
+    ] = "300MiB",
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
