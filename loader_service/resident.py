@@ -51,8 +51,7 @@ class ResidentService:
         ranks: int | None = None,
         storage: Storage | None = None,
     ) -> None:
-        loads = (*config.serve.keep, *(config.serve.warm or ()))
-        if not loads and config.serve.warm is not None:
+        if not config.serve.keep and not config.serve.warm:
             raise ConfigError("serve: nothing is to be kept or warmed; name loads in serve.keep")
         self.config = config
         self._group = group
@@ -80,7 +79,8 @@ class ResidentService:
 
     def _purposes(self) -> list[tuple[str, Purpose]]:
         serve = self.config.serve
-        warm = serve.warm if serve.warm is not None else [name for name in self.config.loads if name not in serve.keep]
+        rest = [name for name in self.config.loads if name not in serve.keep]
+        warm = rest if serve.warm == "auto" else serve.warm
         return [*((load, "keep") for load in serve.keep), *((load, "warm") for load in warm)]
 
     async def __aenter__(self) -> Self:

@@ -31,8 +31,8 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _names_or_none(value: object) -> tuple[str, ...] | None:
-    return None if value is None else _names(value)
+def _names_or_auto(value: object) -> tuple[str, ...] | str:
+    return "auto" if value == "auto" else _names(value)
 
 
 def _socket(value: object, info: ValidationInfo) -> str:
@@ -61,12 +61,14 @@ class ServeConfig(FrozenModel):
         description="Loads that the service keeps in memory that its node's workers share: all that the node's ranks "
         "take of them, or their shared host tables alone where memory admits no more.",
     )
-    warm: Annotated[tuple[str, ...] | None, BeforeValidator(_names_or_none), WithJsonSchema(dict(_NAMES_SCHEMA))] = (
-        Field(
-            default=None,
-            description="Loads that it brings into the page cache, as far as memory is free. Without the key: every "
-            "load that it does not keep.",
-        )
+    warm: Annotated[
+        tuple[str, ...] | Literal["auto"],
+        BeforeValidator(_names_or_auto),
+        WithJsonSchema({"anyOf": [{"const": "auto"}, dict(_NAMES_SCHEMA)]}),
+    ] = Field(
+        default="auto",
+        description="Loads that it brings into the page cache, as far as memory is free. auto: every load that it does "
+        "not keep.",
     )
     socket: Annotated[str, BeforeValidator(_socket), WithJsonSchema({"type": "string", "minLength": 2})] = Field(
         default="auto",
@@ -87,7 +89,7 @@ class ServeConfig(FrozenModel):
 
 def serve_conflicts(serve: ServeConfig, loads: Collection[str]) -> Iterator[Problem]:
     """Names that are no loads, and loads that are to be both kept and warmed."""
-    for key, names in (("keep", serve.keep), ("warm", serve.warm or ())):
+    for key, names in (("keep", serve.keep), ("warm", () if serve.warm == "auto" else serve.warm)):
         for position, name in enumerate(names):
             path = ("serve", key, position)
             if name not in loads:

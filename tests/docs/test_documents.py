@@ -64,6 +64,7 @@ RUN = {
     # Followed from the first line to the last, in tests/docs/test_pages.py.
     "docs/quickstart.md": {"python", "sh", "yaml"},
     **{name: {"python", "sh", "yaml"} for name in NAMES if name.startswith("docs/how-to/")},
+    "docs/resident-service.md": {"python", "yaml"},  # test_pages.py
     "docs/operations.md": {"sh", "python"},  # test_pages.py, test_executors.py
     "README.md": {"sh", "python"},  # test_examples.py
     "docs/python-api.md": {"python"},  # test_examples.py

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 
 import loader_service as ls
 from loader_service.cli.demo_checkpoint import make_demo_checkpoint
+from tests.cli.support import CommandLine, wait_until
 from tests.docs.documents import ROOT
 from tests.docs.reader import Reader
 
@@ -49,6 +52,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_demo_checkpoint(folder / "checkpoint", total_bytes=CHECKPOINT_BYTES)
     (folder / "demo.yaml").write_text((ROOT / "loader_service/cli/demo.yaml").read_text())
     return folder
+
+
+@pytest.mark.processes
+def test_the_page_of_the_resident_service_holds_beside_one(folder: Path, demo: Path) -> None:
+    (folder / ".demo").symlink_to(demo)
+    reader = Reader("docs/resident-service.md", folder)
+    reader.follow("yaml")
+    service = CommandLine(["serve", str(folder / "served.yaml"), "--json"], {}, None, folder)
+    wait_until(lambda: service.printed().endswith("\n"))
+    assert json.loads(service.printed())["ready"], service.logged()
+    reader.follow()
+    service.send_signal(signal.SIGTERM)
+    assert service.end().code == 0
 
 
 def test_the_commands_of_operations_run(folder: Path, demo: Path) -> None:

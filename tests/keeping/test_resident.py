@@ -194,6 +194,7 @@ async def test_a_worker_that_comes_early_waits_and_is_told_how_far_the_service_i
     gate = disk.block("*00002*", within=(20_000, 20_001))
     async with ls.ResidentService(config, "solo", storage=disk) as service:
         filling = asyncio.ensure_future(service.fill())
+        await asyncio.to_thread(gate.reached.wait, WATCHDOG_S)
         async with ls.LoaderService(config, "solo", attach=True) as attached:
             loading = asyncio.ensure_future(_load(attached))
             assert attached._engine is not None

@@ -24,6 +24,7 @@ from tools.docs.wording import MADE, table
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Configuration": ("load_config", "aload_config", "config_from_dict", "ServiceConfig"),
     "Services": ("LoaderService", "BlockingLoaderService", "Rendezvous", "iter_weights"),
+    "The resident service": ("attach", "attach_blocking", "ResidentService"),
     "Loads": ("Load", "BlockingLoad", "TensorSpec", "Batch", "Piece", "DeviceEvent"),
     "Tables in host memory": ("HostTable", "RowSource", "host_resident_weights"),
     "Plans": ("LoadPlan", "RankPlan"),
@@ -35,7 +36,7 @@ FIRST_WORDS = {
     "Plans": "Other attributes of plans are the loader's own, and change with it.",
     "Reports": "Every key of a report is explained in [operations.md](../operations.md#the-report).",
 }
-CONSTRUCTED = {"LoaderService", "Rendezvous", "RowSource"}
+CONSTRUCTED = {"LoaderService", "Rendezvous", "ResidentService", "RowSource"}
 """What users make themselves; the others are handed to them."""
 
 FIELDS = {
@@ -64,6 +65,7 @@ ALIASES = {
     "Mesh": "the ranks' coordinates (`loader_service.planning`)",
     "CheckpointConfig": "a checkpoint's part of the configuration: [yaml.md](yaml.md#checkpoint)",
     "LoadConfig": "a load's part of it: [yaml.md](yaml.md#loadsname)",
+    "ServiceStatus": "plain data, whose keys are in [metrics.md](../metrics.md#status)",
     "Rename": "a function of the checkpoint's name that gives the module's, or `None`",
     "Presharded": "names, or a function of a name",
     "Dtype": 'a `torch.dtype`, its name, or `"auto"`',
