@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loader_service.cli.output import writing_to_stdout
+from loader_service.cli.plan_titles import plain
 from loader_service.config.schema import Rule
 from loader_service.planning.cuts import Interval
 from loader_service.planning.groups import WHOLE
@@ -25,7 +26,7 @@ from loader_service.sizes import format_size
 Slices = tuple[tuple[Interval, ...], ...]
 """Of each dimension the intervals that are taken, in elements as headers count them."""
 
-_KEPT = 4096  # answers; tensors that are cut alike share one
+_PARTS_KEPT = 1 << 16  # tensors that are cut alike share theirs; some MiB
 _AT_ONCE = 256  # lines written at once
 _WIDEST_NAME = 80
 _RULE = re.compile(r"rules\[(\d+)\]\.(\w+)$")
@@ -98,6 +99,7 @@ class _Parts:
         self._places = {rank: plan.decisions.places(plan.mesh, rank) for rank in ranks}
         self._terms = {term: i for i, term in enumerate(plan.decisions.terms)}
         self._known: dict[tuple[object, ...], tuple[Part, ...]] = {}
+        self._held = 0
 
     def __call__(self, position: int) -> tuple[Part, ...]:
         plan, decisions = self._plan, self._plan.decisions
@@ -108,9 +110,12 @@ class _Parts:
         key = (signature, *owners.values(), group, shape)
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= _KEPT:
+            found = tuple(self._made(applied, owners, group, shape))
+            self._held += len(found)
+            if self._held > _PARTS_KEPT:
                 self._known.clear()
-            found = self._known[key] = tuple(self._made(applied, owners, group, shape))
+                self._held = len(found)
+            self._known[key] = found
         return found
 
     def _made(
@@ -173,15 +178,15 @@ def print_lines(plan: LoadPlan, rules: Sequence[Rule], rank: int | None) -> None
 
 
 def _lines(tensor: TensorParts, rules: Sequence[Rule], world_size: int, width: int) -> Iterator[str]:
-    name = tensor.name if tensor.name.isprintable() else repr(tensor.name)
+    name, file = plain(tensor.name), plain(tensor.file)
     why = ", ".join(" ".join(_rule(where, rules)) for where in tensor.deciding) or "no rule"
     what = f"{tensor.dtype_code} {list(tensor.shape)}"
     for part in tensor.parts or (None,):
         takes = "no rank takes it" if part is None else _takes(part, tensor.shape, tensor.nbytes(part), world_size)
-        yield f"{name:<{width}}  {what:<18}  {takes}  {tensor.file}  {why}\n"
+        yield f"{name:<{width}}  {what:<18}  {takes}  {file}  {why}\n"
 
 
-@functools.lru_cache(maxsize=_KEPT)
+@functools.lru_cache(maxsize=4096)
 def _takes(part: Part, shape: tuple[int, ...], nbytes: int, world_size: int) -> str:
     slices = ", ".join(map(_elements, part.slices, shape))
     elements = "whole" if part.shape == shape else f"[{slices}]"

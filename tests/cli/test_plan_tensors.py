@@ -13,8 +13,10 @@ import pytest
 from loader_service.cli import app, plan_tensors
 from loader_service.cli.plan_tensors import print_json, tensor_parts
 from tests.cli.support import write_config, write_small_checkpoint
+from tests.docs.documents import code_words, text_of
 from tests.planning.making import one_shard, plan_of
 
+PAGE = "docs/how-to/tensor-and-expert-parallel.md"
 Capture = pytest.CaptureFixture[str]
 
 TENSORS = (
@@ -102,6 +104,7 @@ def test_json_has_the_plan_and_the_tensors_beside_it(config: Path, capsys: Captu
     (entry,) = (tensor for tensor in tensors if tensor["name"] == "down.weight")
     assert entry["rules"] == [{"rule": "loads.all.rules[2].split", "match": "down.weight"}]
     assert (entry["shape"], entry["file"], entry["host_resident"]) == ([4, 7], "b.safetensors", None)
+    assert entry.keys() | entry["parts"][0].keys() | {"tensors", "left_out"} <= code_words(text_of(PAGE))
     assert entry["parts"][0] == {"ranks": [0], "slices": [[[0, 4]], [[0, 3]]], "shape": [4, 3], "bytes": 12}
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from loader_service.config.rules import SplitRule
 from loader_service.config.yaml_file import config_from_dict
 from loader_service.planning.cuts import Cut
-from tests.docs.documents import table_rows, text_of
+from tests.docs.documents import blocks, table_rows, text_of
 from tools.docs.yaml_reference import sections
 
 CUTS = [row for row in table_rows(text_of("docs/configuration.md"), columns=6) if row[1].startswith("`")]
@@ -36,7 +37,5 @@ def test_the_table_shows_every_way_to_cut() -> None:
 
 
 def test_the_example_is_a_valid_configuration() -> None:
-    import yaml
-
-    (example,) = re.findall(r"```yaml\n(.*?)```", text_of("docs/configuration.md"), flags=re.DOTALL)
-    assert list(config_from_dict(yaml.safe_load(example)).loads) == ["target", "draft"]
+    (example,) = blocks("docs/configuration.md", "yaml")
+    assert list(config_from_dict(yaml.safe_load(example.text)).loads) == ["target", "draft"]

@@ -15,8 +15,6 @@ from loader_service.cli.commands import app
 from loader_service.cli.output import PROGRAM
 from tools.docs.wording import MADE, either, table
 
-COMMON = ("json", "debug", "log_level")
-
 INTRODUCTION = f"""# Command line reference
 
 `{PROGRAM} COMMAND ...`, or `python -m loader_service COMMAND ...`; several ranks of `load` and `bench` with
@@ -43,11 +41,12 @@ class Parameter:
 
 
 def page() -> str:
-    commands = app.registered_commands
-    common = [param for param in _parameters(commands[0]) if param.name in COMMON]
+    params = {str(command.name): list(_parameters(command)) for command in app.registered_commands}
+    first, *others = params.values()
+    common = [param for param in first if all(param in other for other in others)]
     parts = [f"{MADE}\n", INTRODUCTION, f"{app.info.epilog}\n", "## Options of every command\n", _table(common)]
-    for command in commands:
-        own = [param for param in _parameters(command) if param.name not in COMMON]
+    for command in app.registered_commands:
+        own = [param for param in params[str(command.name)] if param not in common]
         usage = " ".join([PROGRAM, str(command.name), *(param.shown for param in own if param.is_argument)])
         parts += [f"## `{command.name}`\n", f"`{usage}`\n", f"{inspect.getdoc(command.callback)}\n"]
         parts += [_table(own)] if own else []
