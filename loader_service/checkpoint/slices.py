@@ -70,6 +70,8 @@ class Picked(Sequence[T]):
 
 def column_of(values: Sequence[int], dtype: type[Number]) -> npt.NDArray[Number]:
     """The values as an array. Raises OverflowError where one does not fit."""
+    if len(values) <= AT_ONCE:
+        return np.array(values, dtype=dtype)
     column = np.empty(len(values), dtype=dtype)
     for at in range(0, len(values), AT_ONCE):
         column[at : at + AT_ONCE] = values[at : at + AT_ONCE]
