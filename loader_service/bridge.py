@@ -20,20 +20,16 @@ from typing import Any, Generic, TypeVar
 
 from loader_service.errors import MemoryLimitError, StateError, text_of
 
+try:
+    import uvloop as loops  # here, not when a load begins: it takes 4 ms
+except ImportError:  # a dependency on Linux and macOS only
+    import asyncio as loops  # type: ignore[no-redef]
+
 T = TypeVar("T")
 
 log = logging.getLogger("loader_service.bridge")
 
 _OWN_THREADS = ("loader-service", "loader-read-", "loader-plan-", "loader-close-", "loader-memory", "loader-agreement-")
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # a dependency on Linux and macOS only
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
 
 
 class _Call(Generic[T]):
@@ -116,7 +112,7 @@ class ServiceLoop:
 
     def __init__(self, name: str = "loader-service") -> None:
         try:
-            self._loop = _new_event_loop()
+            self._loop = loops.new_event_loop()
         except OSError as error:
             raise MemoryLimitError(
                 f"the service's event loop cannot be had ({error.strerror or error}): raise the limit of open files "

@@ -395,7 +395,7 @@ def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: i
 def node_name() -> str:
     """This host, as ranks compare it: the boot id, which containers on one host share, else the host's name."""
     try:
-        with open(BOOT_ID_PATH, encoding="ascii") as file:
+        with open(BOOT_ID_PATH, encoding="utf-8") as file:
             return file.read().strip()
     except OSError:
         return socket.gethostname()

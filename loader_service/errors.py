@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from errno import EMFILE, ENFILE
 from typing import ClassVar, TypeVar, cast
@@ -263,6 +263,16 @@ def record_of(error: BaseException, *, rank: int | None = None, phase: str | Non
             said = _plain(f"{said}: {OUT_OF_FILES[code]}")
         return FailureRecord(name, said, rank, phase, _text_at(error, "filename"), None, code)
     return FailureRecord(name, said, rank, phase)
+
+
+@contextlib.contextmanager
+def in_phase(phase: str) -> Iterator[None]:
+    """Work of this phase: an error of the loader's that says none gets it."""
+    try:
+        yield
+    except LoaderError as error:
+        error.phase = error.phase or phase
+        raise
 
 
 def _got(get: Callable[[], T]) -> T | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from loader_service.bridge import Channel
+from loader_service.checkpoint.slices import numbers_of
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError
 from loader_service.filling import (
@@ -172,7 +173,7 @@ class LoadReading:
         """The files that bytes came from are still those whose headers were planned with."""
         taken = self._sharing.shards_taken
         if self._cached is not None:  # which has the bytes of files that nobody may have looked at since
-            taken = frozenset(self._plan.extent_shard.tolist())
+            taken = frozenset(numbers_of(self._plan.extent_shard))
         shards = [self._plan.catalog.shards[i] for i in sorted(taken | self.shards_read)]
 
         def verify() -> None:

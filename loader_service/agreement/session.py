@@ -143,8 +143,10 @@ class Session:
             raise error_of(verdict)
         return verdict
 
-    async def fail(self, error: BaseException, phase: Phase) -> Verdict | None:
+    async def fail(self, error: BaseException, phase: Phase | None) -> Verdict | None:
         """Says FAIL with this rank's own error, first thing, then waits (bounded) for what ends the log.
+
+        `phase` is where it failed, if the error does not say; None for none of a load's.
 
         Returns the FINAL, whose cause may be another rank's; the finish verdict, if the load had already succeeded
         everywhere; None if nothing came in time: the outcome is unknown. Called again, it only waits. A cancellation
@@ -287,12 +289,13 @@ async def _wait_for(event: asyncio.Event, limit_s: float) -> None:
         return
 
 
-def failure_of(error: BaseException, rank: int, phase: Phase) -> Failure:
+def failure_of(error: BaseException, rank: int, phase: Phase | None) -> Failure:
     """A rank's own failure as it travels. What an error elsewhere is likely to have caused gives way to that one."""
     if issubclass(type(error), _CANCELLED):  # of the class itself: `isinstance` may run code of the caller's own class
-        text = f"cancelled on rank {rank} in phase {phase} ({text_of(error)})"
-        return Failure("cancelled", FailureRecord(LoadCancelledError.__name__, text, rank, str(phase)))
-    record = record_of(error, rank=rank, phase=str(phase))
+        where = "" if phase is None else f" in phase {phase}"
+        text = f"cancelled on rank {rank}{where} ({text_of(error)})"
+        return Failure("cancelled", FailureRecord(LoadCancelledError.__name__, text, rank, phase))
+    record = record_of(error, rank=rank, phase=phase)
     if issubclass(type(error), LoadCancelledError):
         return Failure("cancelled", record)
     return Failure("consequence" if _lost_touch(error) else "error", record)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from loader_service.checkpoint.choices import Choices, choose
 from loader_service.checkpoint.dtypes import DTYPE_LIST, DType
 from loader_service.checkpoint.header import ParsedHeader
 from loader_service.checkpoint.index import IndexFile
-from loader_service.checkpoint.slices import slices_of
+from loader_service.checkpoint.slices import hashes_of
 from loader_service.errors import CheckpointError
 from loader_service.reading.reader import FileIdentity
 
@@ -39,7 +41,7 @@ class Shard:
     header_sha256: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Catalog:
     """Every tensor of a checkpoint once, in plan order: shards by name, tensors by (start, stop, name).
 
@@ -58,18 +60,27 @@ class Catalog:
     stops: NDArray[np.int64]
     notes: tuple[str, ...]
     digest: str
-    _ids: dict[str, int] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.names)
 
     def id_of(self, name: str) -> int | None:
-        """The row of a tensor, None if there is none. The first call builds the dictionary."""
-        if not self._ids:
-            ids = itertools.count()
-            for some in slices_of(self.names):
-                self._ids.update(zip(some, ids, strict=False))
-        return self._ids.get(name)
+        """The row of a tensor, None if there is none. The first call sorts the names' hashes."""
+        hashes, rows = self._rows_by_hash
+        wanted = hash(name)
+        at = bisect_left(hashes, wanted)
+        while at < len(hashes) and hashes[at] == wanted:
+            if self.names[rows[at]] == name:
+                return rows[at]
+            at += 1
+        return None
+
+    @cached_property
+    def _rows_by_hash(self) -> tuple[Sequence[int], Sequence[int]]:
+        """All hashes, ascending, and whose they are. As views of memory: their elements are plain numbers."""
+        hashes = hashes_of([self.names])
+        order = np.argsort(hashes)
+        return hashes[order].data, order.data
 
     def dtype(self, tensor_id: int) -> DType:
         """The dtype of a row."""

@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import eq
 from typing import Final
+
+import numpy as np
 
 from loader_service.checkpoint.index import IndexFile
 from loader_service.checkpoint.refusal import shown, shown_list
-from loader_service.checkpoint.slices import any_twice, slices_of
+from loader_service.checkpoint.slices import any_twice, hashes_of, joined
 from loader_service.errors import CheckpointError
 
 _OF_A_SET: Final = re.compile(r"(?P<head>.*?)-\d+(?P<tail>-of-\d+.*)", re.DOTALL)
@@ -58,12 +58,23 @@ def choose(names_by_shard: Mapping[str, Sequence[str]], index: IndexFile | None)
 
 
 def _agrees(names_by_shard: Mapping[str, Sequence[str]], index: IndexFile) -> bool:
-    """Whether the index says just what the files hold, none of which holds a name that another one has."""
-    told = index.weight_map.get
-    return len(index.weight_map) == sum(map(len, names_by_shard.values())) and all(
-        all(map(eq, map(told, some), repeat(shard)))
-        for shard, names in names_by_shard.items()
-        for some in slices_of(names)
+    """Whether the index says just what the files hold, none of which holds a name that another one has.
+
+    By the names' hashes: two names that have one would cost no more than a note.
+    """
+    lists = names_by_shard.values()
+    numbers = {shard: number for number, shard in enumerate(names_by_shard)}
+    held, told = hashes_of(lists), hashes_of(index.names)
+    if len(held) != len(told) or not index.shards <= numbers.keys():
+        return False
+    holders = (np.fromiter(map(numbers.__getitem__, some), np.int64, len(some)) for some in index.holders)
+    held_order, told_order = np.argsort(held), np.argsort(told)
+    return bool(
+        np.array_equal(held[held_order], told[told_order])
+        and np.array_equal(
+            np.repeat(np.arange(len(numbers)), list(map(len, lists)))[held_order],
+            joined(list(holders), np.int64)[told_order],
+        )
     )
 
 

@@ -27,7 +27,7 @@ from loader_service.checkpoint.index import (
 )
 from loader_service.checkpoint.missing import missing_error, no_shards_error
 from loader_service.checkpoint.refusal import refusal, shown, shown_list
-from loader_service.checkpoint.slices import Text, memory_for
+from loader_service.checkpoint.slices import Text, let_go, memory_for
 from loader_service.errors import CheckpointError, LoaderError, ReadError
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import read_fully
@@ -134,7 +134,13 @@ def read_catalog(
     if failed:
         raise _first_failure(failed, len(outcomes))
     headers = [outcome for outcome in outcomes if not isinstance(outcome, LoaderError)]
-    return build_catalog(headers, discovered.index, index_mode, notes=discovered.notes)
+    catalog = build_catalog(headers, discovered.index, index_mode, notes=discovered.notes)
+    reading.clear()
+    outcomes.clear()
+    let_go(headers)
+    if discovered.index is not None:
+        discovered.index.clear()
+    return catalog
 
 
 def _listed_shards(paths: tuple[str, ...]) -> tuple[FoundShard, ...]:

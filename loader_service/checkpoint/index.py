@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -21,7 +23,9 @@ from loader_service.checkpoint.slices import (
     WHITE_SPACE,
     Text,
     after_white_space,
+    any_twice,
     before_white_space,
+    let_go,
     members,
 )
 from loader_service.errors import CheckpointError
@@ -34,14 +38,25 @@ MAX_INDEX_BYTES: Final = 1 << 30
 _ADVICE: Final = "repair it, or set `index: ignore` to load by the shards' headers alone"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IndexFile:
-    """`weight_map`: tensor name -> base name of the shard that should hold it; `shards`: all of those names. `path` is
-    where it was read."""
+    """Lists of tensor names, and beside each in `holders` the base name of the shard that should hold it. `shards` are
+    all of those, `path` is where it was read."""
 
     path: str
-    weight_map: Mapping[str, str]
+    names: list[list[str]]
+    holders: list[list[str]]
     shards: frozenset[str]
+
+    @cached_property
+    def weight_map(self) -> Mapping[str, str]:
+        """As one dictionary, which takes long to make where there are very many names."""
+        return dict(zip(chain.from_iterable(self.names), chain.from_iterable(self.holders), strict=True))
+
+    def clear(self) -> None:
+        """Gives its memory back, bit by bit."""
+        let_go(self.names)
+        let_go(self.holders)
 
 
 _MAP: Final = re.compile(rb'"weight_map": ?\{')
@@ -63,19 +78,21 @@ def parse_index(raw: Text, path: str) -> IndexFile:
         told.add(proven if proven is not None else _strict_weight_map(text, path))
     if "" in told.shards:
         raise refusal(path, f"the index maps a tensor to a file without a name; {_ADVICE}")
-    return IndexFile(path, told.weight_map, frozenset(told.shards))
+    return IndexFile(path, told.names, told.holders, frozenset(told.shards))
 
 
 class _Told:
     """The map, as it comes in pieces. Equal names of shards become one object."""
 
     def __init__(self) -> None:
-        self.weight_map: dict[str, str] = {}
+        self.names: list[list[str]] = []
+        self.holders: list[list[str]] = []
         self.shards: dict[str, str] = {}
 
     def add(self, some: dict[str, str]) -> None:
         values = some.values()
-        self.weight_map.update(zip(some, map(self.shards.setdefault, values, values), strict=True))
+        self.names.append(list(some))
+        self.holders.append(list(map(self.shards.setdefault, values, values)))
 
 
 def _proven_in_slices(raw: Text) -> _Told | None:
@@ -90,20 +107,19 @@ def _proven_in_slices(raw: Text) -> _Told | None:
         return None
     around = b"".join((raw[: key.end() - 1], b'""', raw[close + 1 : stop])).lstrip(WHITE_SPACE)
     first = after_white_space(raw, key.end(), close)
-    told, count = _Told(), 0
+    told = _Told()
     try:
         whole = msgspec.json.decode(around, type=dict[str, object])
         if whole.get("weight_map") != "" or around.count(b'"weight_map"') != 1 or not _is_written(around, whole):
             return None
         for text in members(raw, first, before_white_space(raw, first, close), _ENDING):
             some = _map_decoder.decode(text)
-            if not _is_member_text(text, some) or (count and not some):
+            if not _is_member_text(text, some) or (told.names and not some):
                 return None
             told.add(some)
-            count += len(some)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         return None
-    return told if len(told.weight_map) == count else None
+    return None if any_twice(told.names) else told
 
 
 def _is_member_text(text: bytes, some: dict[str, str]) -> bool:

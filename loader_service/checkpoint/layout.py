@@ -18,7 +18,6 @@ from loader_service.checkpoint.slices import column_of
 from loader_service.checkpoint.strict import U64_LIMIT, Entries
 from loader_service.errors import CheckpointError
 
-_IMPOSSIBLE: Final = -1
 _SHOWN_DIMENSIONS: Final = 64
 
 
@@ -54,19 +53,25 @@ def element_count(shape: tuple[int, ...]) -> int | None:
     return count
 
 
-class _Kinds(dict[tuple[str, tuple[int, ...]], tuple[int, int, tuple[int, ...]]]):
-    """(bytes or `_IMPOSSIBLE`, dtype id, shape) by (code, shape), worked out once per distinct pair.
+class _Kinds(dict[tuple[str, tuple[int, ...]], int]):
+    """Numbers for pairs of (code, shape), whose bytes and dtype are worked out once per distinct pair.
 
-    A checkpoint has 200,000 tensors and a dozen such pairs, so exact integers cost nothing here, and equal shapes
-    become one object.
+    A checkpoint has 200,000 tensors and a dozen such pairs, so exact integers cost nothing here.
     """
 
-    def __missing__(self, kind: tuple[str, tuple[int, ...]]) -> tuple[int, int, tuple[int, ...]]:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.dtype_ids: list[int] = []
+        self.possible = True
+
+    def __missing__(self, kind: tuple[str, tuple[int, ...]]) -> int:
         code, shape = kind
         bits = _total_bits(code, shape)
-        size = _IMPOSSIBLE if bits is None or bits % 8 else bits // 8
-        self[kind] = value = (size, DTYPE_IDS[code], shape)
-        return value
+        self.possible = self.possible and bits is not None and bits % 8 == 0
+        self.sizes.append((bits or 0) // 8)
+        self.dtype_ids.append(DTYPE_IDS[code])
+        self[kind] = number = len(self)
+        return number
 
 
 def proven_layout(entries: Entries, payload_bytes: int) -> Layout | None:
@@ -80,12 +85,12 @@ def proven_layout(entries: Entries, payload_bytes: int) -> Layout | None:
         ends = column_of(entries.ends, np.int64)
     except OverflowError:  # beyond 2^63, where no file reaches
         return None
-    table = _Kinds()
-    kinds = [table[kind] for kind in zip(entries.codes, entries.shapes, strict=True)]
-    sizes = column_of([kind[0] for kind in kinds], np.int64)
-    dtype_ids = column_of([kind[1] for kind in kinds], np.uint8)
-    names, shapes = entries.names, [kind[2] for kind in kinds]
-    if (sizes < 0).any() or (begins < 0).any() or (ends < 0).any() or (ends - begins != sizes).any():
+    kinds = _Kinds()
+    numbers = column_of([kinds[kind] for kind in zip(entries.codes, entries.shapes, strict=True)], np.int64)
+    names, shapes = entries.names, entries.shapes
+    sizes, dtype_ids = np.array(kinds.sizes)[numbers], np.array(kinds.dtype_ids, dtype=np.uint8)[numbers]
+    # What ends before it begins is no difference of 64 bits; what follows each other from 0 on is not negative.
+    if not kinds.possible or (ends < begins).any() or (ends - begins != sizes).any():
         return None
     # Ranges that touch in the header's own order and are not empty are sorted already: what every writer does.
     if not (sizes.all() and (begins[1:] == ends[:-1]).all()):

@@ -1,7 +1,7 @@
 """`bench`: measures this machine's limits and a load by turns, and says what bounds the load.
 
-Every rank loads; rank 0 measures the limits of its machine while the others wait for it. Rounds alternate: load and
-limits, limits and load, so that a busy moment of the machine meets both.
+Every rank loads; the first rank of each node measures what its node gives, all at the same time, as they load, while
+the others wait for them. Rounds alternate: load and limits, limits and load, so that a busy moment meets both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 
 from loader_service.agreed import as_reported
 from loader_service.cli import ranks
-from loader_service.cli.bench_figures import Bench, RankRound
+from loader_service.cli.bench_figures import Bench, Node, RankRound, Result
 from loader_service.cli.bench_limits import CacheState, Conditions, LimitBench, prepare_files
 from loader_service.cli.checking import check_writable, write_text
 from loader_service.cli.loads import load_of
@@ -108,7 +108,8 @@ class _BenchProcess(RankProcess[Load]):
     def __init__(
         self, options: BenchOptions, place: ranks.Place, config: ServiceConfig, load: str, most_bytes: int
     ) -> None:
-        super().__init__(options, place, Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX), config.agreement)
+        meeting = Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX, phase=None)
+        super().__init__(options, place, meeting, config.agreement)
         self._options = options
         self._config = config
         self._name = load
@@ -149,35 +150,37 @@ class _BenchProcess(RankProcess[Load]):
         plan = await self._in_thread(lambda: plan_of(self._config, self._name, place.world_size))
         self._files = sorted(_sizes(plan, [place.rank]))
         self._payload_bytes = plan.for_rank(place.rank).payload_bytes
-        node = await self._in_thread(node_name)
-        nodes = [str(told["node"]) for told in await self._meet({"rank": place.rank, "node": node})]
-        here = [rank for rank, other in enumerate(nodes) if other == nodes[0]]
-        bench = None
-        if place.rank == 0:
+        name = await self._in_thread(node_name)
+        names = [told["node"] for told in await self._meet({"rank": place.rank, "node": name})]
+        here = tuple(rank for rank, other in enumerate(names) if other == name)
+        node = None
+        if place.rank == here[0]:
             machine = await self._in_thread(lambda: this_machine(self._files))
-            files_bytes = sum(_sizes(plan, here).values())
-            path = _in_words(self._config.checkpoint_of(self._name).path)
-            now = datetime.now().astimezone().isoformat(timespec="seconds")
-            bench = Bench(path, now, self._name, options.form, options.cache, here, machine, files_bytes)
+            node = Node(here, machine, files_bytes=sum(_sizes(plan, here).values()))
+        began_at = datetime.now().astimezone().isoformat(timespec="seconds")
         for number in range(options.rounds):
             log.info("round %d of %d", number + 1, options.rounds)
             if number % 2:
-                await self._limits_once(number, bench)
-            await self._load_once(last=number + 1 == options.rounds)
+                await self._limits_once(number, node)
+            await self._load_once()
             if number % 2 == 0:
-                await self._limits_once(number, bench)
-        if bench is not None:
-            await self._show(bench)
+                await self._limits_once(number, node)
+        if node is not None and self._limits is not None:
+            node = node.with_limits(self._limits)
+        told = await self._meet(node.as_dict() if node is not None else {}, last=True)
+        if place.rank == 0:
+            path = _in_words(self._config.checkpoint_of(self._name).path)
+            bench = Bench(path, began_at, self._name, options.form, options.cache)
+            await self._show(bench.result(self._rounds, [Node.from_dict(each) for each in told if each]))
 
     # The limits
 
-    async def _limits_once(self, number: int, bench: Bench | None) -> None:
-        if bench is None:
+    async def _limits_once(self, number: int, node: Node | None) -> None:
+        if node is None:
             return
         if self._limits is None:
-            threads = sum(each.threads for each in self._rounds[0] if each.rank in bench.here)
-            cores = bench.machine.cores
-            conditions = Conditions(self._files, self._options.cache, threads, cores, self._most_bytes)
+            threads = sum(each.threads for each in self._rounds[0] if each.rank in node.ranks)
+            conditions = Conditions(self._files, self._options.cache, threads, node.machine.cores, self._most_bytes)
             self._limits = await self._in_thread(lambda: LimitBench(conditions))
         limits = self._limits
         with contextlib.suppress(StoppedError):  # then this task is cancelled
@@ -185,7 +188,7 @@ class _BenchProcess(RankProcess[Load]):
 
     # The load
 
-    async def _load_once(self, *, last: bool) -> None:
+    async def _load_once(self) -> None:
         """One load on all ranks, from a state of page cache and memory that all have prepared."""
         clear_weight_cache()
         cached = await self._in_thread(self._prepare)
@@ -199,7 +202,7 @@ class _BenchProcess(RankProcess[Load]):
                     tables = await self._consume(load)
             self._others = "gather"
         own = self._round(load, recorder.samples, cached, tables)
-        documents = await self._meet(own.as_dict(), last=last)
+        documents = await self._meet(own.as_dict())
         self._rounds.append([RankRound.from_dict(document) for document in documents])
 
     def _prepare(self) -> float | None:
@@ -250,9 +253,7 @@ class _BenchProcess(RankProcess[Load]):
 
     # What came out
 
-    async def _show(self, bench: Bench) -> None:
-        assert self._limits is not None
-        result = bench.result(self._rounds, self._limits)
+    async def _show(self, result: Result) -> None:
         if (html := self._options.html) is not None:
             from loader_service.cli.bench_page import page_of
 

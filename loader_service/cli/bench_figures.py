@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 from loader_service.cli.bench_limits import LABELS, LimitBench
 from loader_service.measuring.limits import Rate
@@ -100,57 +100,108 @@ class Measured:
     def values(self, name: str) -> list[float]:
         return [float(getattr(rate, name)) for rate in self.rates]
 
+    @property
+    def middle(self) -> float | None:
+        """GiB/s, the median."""
+        return median(self.values("gib_per_s")) if self.rates else None
+
     def as_dict(self) -> dict[str, object]:
-        if not self.rates:
-            return {"gib_per_s": None, "cpu_s_per_gib": None, "rounds": [], "why_not": self.why_not}
         return {
-            "gib_per_s": median(self.values("gib_per_s")),
-            "cpu_s_per_gib": median(self.values("cpu_s_per_gib")),
+            "label": self.label,
+            "gib_per_s": self.middle,
+            "cpu_s_per_gib": median(self.values("cpu_s_per_gib")) if self.rates else None,
             "rounds": [
                 {"bytes": rate.nbytes, "seconds": rate.seconds, "cpu_s": rate.cpu_s, "gib_per_s": rate.gib_per_s}
                 for rate in self.rates
             ],
-            "why_not": "",
+            "why_not": "" if self.rates else self.why_not,
         }
+
+    @classmethod
+    def from_dict(cls, name: str, document: Mapping[str, Any]) -> Measured:
+        """What `as_dict` gave, on any rank."""
+        rates = tuple(Rate(each["bytes"], each["seconds"], each["cpu_s"]) for each in document["rounds"])
+        return cls(name, document["label"], rates, document["why_not"])
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node, and what its first rank measured of it: `ranks` are all that run there, in order, `files_bytes` all
+    files that they read."""
+
+    ranks: tuple[int, ...]
+    machine: Machine
+    files_bytes: int
+    measured: tuple[Measured, ...] = ()
+
+    def with_limits(self, found: LimitBench) -> Node:
+        """With what was measured."""
+        measured = (
+            Measured(name, found.label(name), tuple(found.rates[name]), found.left_out.get(name, "")) for name in LABELS
+        )
+        return replace(self, measured=tuple(measured))
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(**{each.name: each.middle for each in self.measured})
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        if len(self.ranks) == 1:
+            return f"node of rank {self.ranks[0]}"
+        first, last = self.ranks[0], self.ranks[-1]
+        in_a_row = last - first + 1 == len(self.ranks)
+        return f"node of ranks {f'{first}-{last}' if in_a_row else ', '.join(map(str, self.ranks))}"
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "ranks": list(self.ranks),
+            "machine": self.machine.as_dict(),
+            "files_bytes": self.files_bytes,
+            "limits": {each.name: each.as_dict() for each in self.measured},
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Node:
+        """What `as_dict` gave, on any rank."""
+        measured = tuple(Measured.from_dict(name, each) for name, each in document["limits"].items())
+        machine = Machine(**document["machine"])
+        return cls(tuple(document["ranks"]), machine, document["files_bytes"], measured)
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured, and where: `here` are the ranks of rank 0's machine, `files_bytes` all files that they read.
-    `checkpoint` is its path in words, `began_at` the time in ISO 8601."""
+    """What is measured. `checkpoint` is its path in words, `began_at` the time in ISO 8601."""
 
     checkpoint: str
     began_at: str
     load: str
     form: str
     cache: str
-    here: Sequence[int]
-    machine: Machine
-    files_bytes: int
 
-    def result(self, rounds: Sequence[Sequence[RankRound]], limits: LimitBench) -> Result:
-        measured = tuple(
-            Measured(name, limits.label(name), tuple(limits.rates[name]), limits.left_out.get(name, ""))
-            for name in LABELS
-        )
+    def result(self, rounds: Sequence[Sequence[RankRound]], nodes: Sequence[Node]) -> Result:
+        """`rounds` has every rank's, by round; `nodes` come in the order of their first ranks."""
         # The round in the middle stands for all: its figures belong together, medians of each would not.
         ordered = sorted(rounds, key=lambda ranks: max(each.seconds for each in ranks))
         middle = ordered[(len(ordered) - 1) // 2]
-        known = limits.limits()
-        loaded = self._loaded(middle, rounds)
-        return Result(self, tuple(map(tuple, rounds)), tuple(middle), measured, known, loaded, judge(loaded, known))
+        judged = []
+        for node in nodes:
+            loaded = self._loaded(node, middle, rounds)
+            judged.append(JudgedNode(node, loaded, judge(loaded, node.limits)))
+        return Result(self, tuple(map(tuple, rounds)), tuple(middle), tuple(judged))
 
-    def _loaded(self, middle: Sequence[RankRound], rounds: Sequence[Sequence[RankRound]]) -> Loaded:
-        here = [each for each in middle if each.rank in self.here]
+    def _loaded(self, node: Node, middle: Sequence[RankRound], rounds: Sequence[Sequence[RankRound]]) -> Loaded:
+        here = [each for each in middle if each.rank in node.ranks]
         slowest = max(here, key=lambda each: each.seconds)
         known = [each.cached_before for each in here if each.cached_before is not None]
         return Loaded(
             handed_bytes=sum(each.payload_bytes for each in here),
-            source_bytes=min(sum(each.source_bytes for each in here), self.files_bytes),
+            source_bytes=min(sum(each.source_bytes for each in here), node.files_bytes),
             seconds=slowest.seconds,
             phases=slowest.phases,
             cpu_s=sum(each.cpu_s for each in here),
-            cores=self.machine.cores,
+            cores=node.machine.cores,
             ranks=len(here),
             threads=slowest.threads,
             capacity_bytes=slowest.timeline.capacity_bytes,
@@ -159,10 +210,54 @@ class Bench:
             direct=all(each.access == "direct" for each in here),
             spent=slowest.shares,
             tensors=slowest.tensors,
-            huge_pages=self.machine.huge_pages,
-            read_ahead_bytes=self.machine.read_ahead_bytes,
-            rounds_s=tuple(max(each.seconds for each in ranks if each.rank in self.here) for ranks in rounds),
+            huge_pages=node.machine.huge_pages,
+            read_ahead_bytes=node.machine.read_ahead_bytes,
+            rounds_s=tuple(max(each.seconds for each in ranks if each.rank in node.ranks) for ranks in rounds),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedNode:
+    """What one node's ranks loaded, beside its limits, and what bounds that."""
+
+    node: Node
+    loaded: Loaded
+    verdict: Verdict
+
+    @property
+    def source_gib_per_s(self) -> float | None:
+        """What page cache and storage give together, at best; None where nobody knows."""
+        return source_limit(self.loaded, self.node.limits)
+
+    @property
+    def of_limits(self) -> dict[str, float]:
+        """The load's GiB/s while it reads, all ranks of the node together, by each limit's: 1 is as fast."""
+        rates = {each.name: each.middle for each in self.node.measured}
+        rates["source"] = self.source_gib_per_s
+        if self.loaded.fresh:
+            rates["source_and_first_touch"] = fresh_limit(self.loaded, self.node.limits)
+        return {name: self.loaded.source_gib_per_s / rate for name, rate in rates.items() if rate}
+
+    def notes(self, cache: str) -> list[str]:
+        """What a reader has to know beside the figures. `cache`: the state that was asked for."""
+        found = []
+        cached = self.loaded.cached
+        if cache == "cold" and cached is not None and cached > 0.01:
+            found.append(
+                f"{100 * cached:.0f} % of the files stayed in the page cache though they were dropped: "
+                "they lie in memory, or are in use."
+            )
+        if cache == "warm" and cached is not None and cached < 0.99:
+            found.append(f"Only {100 * cached:.0f} % of the files stayed in the page cache: memory holds no more.")
+        if cached is None:
+            found.append("The system does not say what the page cache holds of the files.")
+        why = next((each.why_not for each in self.node.measured if each.name == "direct"), "")
+        if "refuses" in why:
+            found.append(f"O_DIRECT cannot be measured: {why}. Storage's limit is then what comes through the cache.")
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        return self.node.as_dict() | {"of_limits": self.of_limits, "verdict": self.verdict.as_dict()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,23 +267,16 @@ class Result:
     bench: Bench
     rounds: tuple[tuple[RankRound, ...], ...]
     middle: tuple[RankRound, ...]
-    measured: tuple[Measured, ...]
-    limits: Limits
-    loaded: Loaded
-    verdict: Verdict
+    nodes: tuple[JudgedNode, ...]
 
     def seconds(self, rank: int) -> list[float]:
         """A rank's seconds, by round."""
         return [ranks[rank].seconds for ranks in self.rounds]
 
     @property
-    def of_limits(self) -> dict[str, float]:
-        """The load's GiB/s while it reads, all ranks of the machine together, by each limit's: 1 is as fast."""
-        rates = {each.name: median(each.values("gib_per_s")) for each in self.measured if each.rates}
-        source, fresh = source_limit(self.loaded, self.limits), fresh_limit(self.loaded, self.limits)
-        rates |= {"source": source} if source else {}
-        rates |= {"source_and_first_touch": fresh} if fresh and self.loaded.fresh else {}
-        return {name: self.loaded.source_gib_per_s / rate for name, rate in rates.items() if rate}
+    def slowest(self) -> JudgedNode:
+        """The node for which the others wait: what bounds it bounds the load of all."""
+        return max(self.nodes, key=lambda each: each.loaded.seconds)
 
     @property
     def notes(self) -> list[str]:
@@ -197,20 +285,14 @@ class Result:
         tables = max(each.tables for each in self.middle)
         if tables:
             found.append(f"Left out, since they are filled by rows or by host_table: {tables} host-resident.")
-        cached = self.loaded.cached
-        if self.bench.cache == "cold" and cached is not None and cached > 0.01:
-            found.append(
-                f"{100 * cached:.0f} % of the files stayed in the page cache though they were dropped: "
-                "they lie in memory, or are in use."
-            )
-        if self.bench.cache == "warm" and cached is not None and cached < 0.99:
-            found.append(f"Only {100 * cached:.0f} % of the files stayed in the page cache: memory holds no more.")
-        if cached is None:
-            found.append("The system does not say what the page cache holds of the files.")
-        why = next((each.why_not for each in self.measured if each.name == "direct"), "")
-        if "refuses" in why:
-            found.append(f"O_DIRECT cannot be measured: {why}. Storage's limit is then what comes through the cache.")
+        for each in self.nodes:
+            found += self.of_node(each, each.notes(self.bench.cache))
         return found
+
+    def of_node(self, judged: JudgedNode, sentences: Sequence[str]) -> list[str]:
+        """Sentences on one node, which say so where there are several."""
+        where = f"{judged.node.name[0].upper()}{judged.node.name[1:]}: " if len(self.nodes) > 1 else ""
+        return [where + sentence for sentence in sentences]
 
     def as_dict(self) -> dict[str, object]:
         """The JSON document."""
@@ -222,14 +304,11 @@ class Result:
             "form": bench.form,
             "cache": bench.cache,
             "world_size": len(self.middle),
-            "ranks_here": list(bench.here),
-            "machine": bench.machine.as_dict(),
-            "limits": {each.name: each.as_dict() for each in self.measured},
+            "nodes": [each.as_dict() for each in self.nodes],
             "ranks": [
                 each.as_dict() | {"rounds": [{"seconds": seconds} for seconds in self.seconds(each.rank)]}
                 for each in self.middle
             ],
-            "of_limits": self.of_limits,
-            "verdict": self.verdict.as_dict(),
+            "verdict": self.slowest.verdict.as_dict() | {"ranks": list(self.slowest.node.ranks)},
             "notes": self.notes,
         }

@@ -1,4 +1,4 @@
-"""What `bench` measures of the machine: one round of limits after another, on rank 0, in a thread."""
+"""What `bench` measures of a node: one round of limits after another, on its first rank, in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from loader_service.errors import ReadError
@@ -29,7 +28,7 @@ from loader_service.measuring.limits import (
     timed,
     touch_fresh,
 )
-from loader_service.measuring.verdict import LEAST_BYTES, Limits
+from loader_service.measuring.verdict import LEAST_BYTES
 from loader_service.sizes import format_size
 
 CacheState = Literal["cold", "warm", "as-is"]
@@ -58,7 +57,7 @@ class NotMeasured(Exception):  # noqa: N818 - a reason, not an error
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What limits are measured with. `threads` is how many reads the ranks of this machine have in flight together."""
+    """What limits are measured with. `threads` is how many reads the ranks of this node have in flight together."""
 
     files: Sequence[str]
     cache: CacheState
@@ -105,14 +104,6 @@ class LimitBench:
                 self.rates[name].append(measures[name]())
             except NotMeasured as reason:
                 self.left_out[name] = str(reason)
-
-    def limits(self) -> Limits:
-        """Medians, in GiB/s."""
-        return Limits(**{name: self.middle(name) for name in LABELS})
-
-    def middle(self, name: str) -> float | None:
-        rates = self.rates[name]
-        return median(rate.gib_per_s for rate in rates) if rates else None
 
     def label(self, name: str) -> str:
         threads = self._conditions.threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loader_service.cli.bench_figures import Result
 from loader_service.cli.bench_table import COLUMNS, rows, sentences
 from loader_service.cli.picture import Page, render
-from loader_service.measuring.verdict import source_limit
+from loader_service.measuring.machine import Machine
 from loader_service.sizes import format_size
 
 
@@ -31,25 +31,34 @@ def page_of(result: Result) -> str:
 
 def _conditions(result: Result) -> list[str]:
     """What a reader needs who was not there."""
-    bench, machine = result.bench, result.bench.machine
+    bench = result.bench
     handed_bytes = sum(rank.payload_bytes for rank in result.middle)
-    of_machine = [_counted(machine.cores, "core"), f"{format_size(machine.memory_bytes)} of memory"]
-    of_machine += [f"kernel {machine.kernel}"] if machine.kernel else []
-    of_machine += [f"huge pages {machine.huge_pages}"] if machine.huge_pages else []
     return [
         f"Checkpoint {bench.checkpoint}, measured {bench.began_at}.",
         f"{format_size(handed_bytes)} on {_counted(len(result.middle), 'rank')}, form {bench.form}, page cache "
         f"{bench.cache}, {_counted(len(result.rounds), 'round')}.",
-        f"Machine of rank 0: {', '.join(of_machine)}.",
+        *(f"Machine, {judged.node.name}: {_machine(judged.node.machine)}." for judged in result.nodes),
     ]
 
 
+def _machine(machine: Machine) -> str:
+    said = [_counted(machine.cores, "core"), f"{format_size(machine.memory_bytes)} of memory"]
+    said += [f"kernel {machine.kernel}"] if machine.kernel else []
+    said += [f"huge pages {machine.huge_pages}"] if machine.huge_pages else []
+    return ", ".join(said)
+
+
 def _source_of_ranks(result: Result) -> tuple[dict[int, float], str]:
-    """GiB/s that the source gives each rank of rank 0's machine, where it was measured, if all have the same; and what
+    """GiB/s that its node's source gives each rank, where it was measured, if all of the node have the same; and what
     that is called."""
-    whole, here = source_limit(result.loaded, result.limits), result.bench.here
-    tops = {rank: whole / len(here) for rank in here} if whole else {}
-    return tops, "what the source gives" if len(here) == 1 else f"1/{len(here)} of what the source gives all ranks"
+    tops = {
+        rank: whole / len(judged.node.ranks)
+        for judged in result.nodes
+        if (whole := judged.source_gib_per_s)
+        for rank in judged.node.ranks
+    }
+    most = max(len(judged.node.ranks) for judged in result.nodes)
+    return tops, "what the source gives" if most == 1 else "its share of what the source gives its node"
 
 
 def _counted(count: int, what: str) -> str:

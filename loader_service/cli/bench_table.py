@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from rich.markup import escape
 
-from loader_service.cli.bench_figures import Measured, RankRound, Result
+from loader_service.cli.bench_figures import JudgedNode, Measured, RankRound, Result
 from loader_service.cli.render import show, table
+from loader_service.measuring.verdict import Verdict
 from loader_service.sizes import format_size
 
 COLUMNS = ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches")
@@ -29,13 +30,18 @@ def show_bench(result: Result) -> None:
 
 
 def rows(result: Result) -> list[Sequence[str]]:
-    """Under `COLUMNS`: a row a limit, with how much of it the load reaches, and a row a rank's load."""
-    limits = [
-        (*_limit_cells(each), f"{_percent(result.of_limits.get(each.name, 0.0))} of it")
-        for each in result.measured
-        if each.rates
-    ]
-    return [*limits, *(_load_cells(result, each) for each in result.middle)]
+    """Under `COLUMNS`, node by node: a row a limit, with how much of it the load reaches, and a row a rank's load."""
+    return [cells for judged in result.nodes for cells in _rows_of(result, judged)]
+
+
+def _rows_of(result: Result, judged: JudgedNode) -> Iterator[Sequence[str]]:
+    where = f"{judged.node.name}, " if len(result.nodes) > 1 else ""
+    for limit in judged.node.measured:
+        if limit.rates:
+            share = _percent(judged.of_limits.get(limit.name, 0.0))
+            yield (f"{where}limit: {limit.label}", *_limit_cells(limit), f"{share} of it")
+    for rank in judged.node.ranks:
+        yield _load_cells(result, result.middle[rank])
 
 
 def sentences(result: Result) -> list[str]:
@@ -51,16 +57,19 @@ def sentences(result: Result) -> list[str]:
     return [
         f"Seconds: {phases}.",
         time,
-        *result.verdict.sentences,
-        *(f"Would help: {advice.sentence}" for advice in result.verdict.advice),
+        *(said for judged in result.nodes for said in result.of_node(judged, _verdict(judged.verdict))),
         *result.notes,
     ]
+
+
+def _verdict(verdict: Verdict) -> list[str]:
+    return [*verdict.sentences, *(f"Would help: {advice.sentence}" for advice in verdict.advice)]
 
 
 def _limit_cells(each: Measured) -> Sequence[str]:
     rates = each.values("gib_per_s")
     cpu = f"{median(each.values('cpu_s_per_gib')):.2f}"
-    return f"limit: {each.label}", f"{median(rates):.2f}", _spread(rates), cpu
+    return f"{median(rates):.2f}", _spread(rates), cpu
 
 
 def _load_cells(result: Result, each: RankRound) -> Sequence[str]:

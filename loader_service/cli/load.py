@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from loader_service.agreement.messages import Phase
 from loader_service.cli import ranks
 from loader_service.cli.against import THREADS, Against, Checksum
 from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
@@ -151,7 +152,9 @@ class _LoadProcess(RankProcess[Load]):
             if self._load is not None and self._load.succeeded and not self._gathering:
                 with contextlib.suppress(Exception):  # the cause is what is raised, not what befalls the telling
                     settings = self._config.agreement
-                    await ranks.fail_reports(self._place, error, settings, on_final=self._note_final)
+                    await ranks.fail_reports(
+                        self._place, error, settings, phase=Phase.FINISH, on_final=self._note_final
+                    )
             raise
         if self._place.rank != 0:
             return
@@ -172,6 +175,7 @@ class _LoadProcess(RankProcess[Load]):
             place,
             report.as_dict(),
             self._config.agreement,
+            phase=Phase.FINISH,
             on_begin=self._note_gathering,
             on_final=self._note_final,
         )

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loader_service.agreement.messages import Phase
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.cli.catalogs import read_headers
 from loader_service.cli.checking import check_writable, write_text
 from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
 from loader_service.config.schema import ServiceConfig
-from loader_service.errors import EXIT_OK, ConfigError, LoaderError
+from loader_service.errors import EXIT_OK, ConfigError, LoaderError, in_phase
 from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, make_plan
 
@@ -71,10 +72,14 @@ def _print_tables(plan: LoadPlan, config: ServiceConfig, options: PlanOptions) -
 
 
 def plan_of(config: ServiceConfig, load: str, ranks: int | None) -> LoadPlan:
-    """A load's plan, from the checkpoint's headers. `ranks` None: as many as `planned_ranks` says."""
+    """A load's plan, from the checkpoint's headers. `ranks` None: as many as `planned_ranks` says. Errors say in which
+    phase a load would meet them."""
     checkpoint = config.checkpoint_of(load)
     mesh = Mesh.row_major(config.mesh, planned_ranks(config, os.environ) if ranks is None else ranks)
-    return _plan(config, load, read_headers(checkpoint, retries=config.reads.retries), mesh)
+    with in_phase(Phase.CATALOG):
+        catalog = read_headers(checkpoint, retries=config.reads.retries)
+    with in_phase(Phase.PLAN):
+        return _plan(config, load, catalog, mesh)
 
 
 def _plan(config: ServiceConfig, load: str, catalog: Catalog, mesh: Mesh) -> LoadPlan:

@@ -58,10 +58,11 @@ class Telling(Protocol):
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where the other ranks hear of a rank that cannot even begin: in the session of this name, of the load's own store
-    names or, behind a `suffix`, of others beside them."""
+    names or, behind a `suffix`, of others beside them. `phase` is the load's in which that is, None if in none."""
 
     session: str
     suffix: str = ""
+    phase: Phase | None = Phase.CONFIG
 
 
 async def refused(
@@ -77,12 +78,12 @@ async def refused(
 
 
 async def _tell_refused(teller: Teller, place: ranks.Place, meeting: Meeting, error: BaseException) -> None:
-    record = record_of(error, rank=place.rank, phase=Phase.CONFIG.value)
+    record = record_of(error, rank=place.rank, phase=meeting.phase)
 
     async def tell(verdict: LoaderError | None) -> None:
         await teller.tell(record if verdict is None else verdict.record(), agreed=verdict is not None)
 
-    await ranks.tell_others(place, meeting.session, error, tell, suffix=meeting.suffix)
+    await ranks.tell_others(place, meeting.session, error, tell, suffix=meeting.suffix, phase=meeting.phase)
 
 
 class Teller:

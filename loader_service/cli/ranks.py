@@ -31,7 +31,7 @@ from loader_service.agreement.protocol import LEADER
 from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
 from loader_service.config.schema import AgreementConfig
-from loader_service.errors import EXIT_AGREEMENT, FailureRecord, LoaderError, error_from_record
+from loader_service.errors import EXIT_AGREEMENT, FailureRecord, LoaderError, RankFailure, error_from_record
 from loader_service.reading.threads import ReadPool
 
 GONE = frozenset({"LostRank", "LateRank", "LostStore"})  # records of ranks that nobody hears any more
@@ -72,6 +72,7 @@ async def tell_others(
     on_verdict: Callable[[LoaderError | None], Awaitable[None]],
     *,
     suffix: str = "",
+    phase: Phase | None = Phase.CONFIG,
 ) -> None:
     """Says on behalf of a rank whose load cannot even be opened that it fails, so that no other rank waits for it.
 
@@ -87,7 +88,7 @@ async def tell_others(
     group = join_group(meeting, settings=AgreementConfig(grace_s=2.0))
     session = group.session(session_name)
     try:
-        verdict = await session.fail(error, Phase.CONFIG)
+        verdict = await session.fail(error, phase)
         await on_verdict(None if verdict is None or verdict.failure is None else error_of(verdict))
     finally:
         await session.close()
@@ -99,6 +100,7 @@ async def gather(
     own: Mapping[str, object],
     settings: AgreementConfig,
     *,
+    phase: Phase | None = None,
     on_begin: Callable[[], None] = lambda: None,
     on_final: Callable[[LoaderError], None] | None = None,
 ) -> list[dict[str, object]]:
@@ -112,19 +114,20 @@ async def gather(
     if place.meeting is None:
         on_begin()
         return [dict(own)]
-    group, session = _reports_session(place.meeting, settings, on_final)
-    phase = PHASES[0]
+    group, session = _reports_session(place.meeting, settings, phase, on_final)
     on_begin()
     try:
         part_chars = part_limit(place.world_size)
         packed = _packed_to_fit(own, part_chars * len(PHASES))
         texts = [""] * place.world_size
-        for number, phase in enumerate(PHASES):  # all of them: the log has to come to its end
+        for number, step in enumerate(PHASES):  # all of them: the log has to come to its end
             part = packed[number * part_chars : (number + 1) * part_chars]
-            verdict = await session.exchange(phase, PhaseRecord(listed=part))
+            verdict = await session.exchange(step, PhaseRecord(listed=part))
             texts = [text + cast("str", more) for text, more in zip(texts, verdict.listed or (), strict=True)]
     except BaseException as error:
         await session.fail(as_reported(error), phase)
+        if isinstance(error, RankFailure):
+            raise _in_phase(error, phase) from error.__cause__
         raise
     finally:
         await session.close()
@@ -137,6 +140,7 @@ async def fail_reports(
     error: BaseException,
     settings: AgreementConfig,
     *,
+    phase: Phase | None = None,
     on_final: Callable[[LoaderError], None] | None = None,
 ) -> None:
     """In place of `gather`, where a rank has an error and no document: tells the others, who would wait for it.
@@ -145,11 +149,11 @@ async def fail_reports(
     """
     if place.meeting is None:
         return
-    group, session = _reports_session(place.meeting, settings, on_final)
+    group, session = _reports_session(place.meeting, settings, phase, on_final)
 
     async def tell() -> None:
         try:
-            await session.fail(as_reported(error), Phase.FINISH)
+            await session.fail(as_reported(error), phase)
         finally:
             await session.close()
             group.close()
@@ -158,15 +162,24 @@ async def fail_reports(
 
 
 def _reports_session(
-    meeting: Rendezvous, settings: AgreementConfig, on_final: Callable[[LoaderError], None] | None
+    meeting: Rendezvous,
+    settings: AgreementConfig,
+    phase: Phase | None,
+    on_final: Callable[[LoaderError], None] | None,
 ) -> tuple[Group, Session]:
     """An exchange of its own, in the load's store."""
     bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
     group = join_group(replace(meeting, nonce=meeting.nonce + REPORTS_SUFFIX), settings=bounded)
     session = group.session(REPORTS)
     if on_final is not None:
-        session.on_final(lambda verdict: on_final(error_of(verdict)))
+        session.on_final(lambda verdict: on_final(_in_phase(error_of(verdict), phase)))
     return group, session
+
+
+def _in_phase(error: LoaderError, phase: Phase | None) -> LoaderError:
+    """The session's own phases are the parts of the documents: of a rank that was lost meanwhile they say nothing."""
+    record = error.record()
+    return RankFailure(replace(record, phase=phase)) if record.error in GONE else error
 
 
 def part_limit(world_size: int) -> int:

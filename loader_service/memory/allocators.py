@@ -11,10 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import mmap
 import os
 import resource
 from collections.abc import Callable, Sequence
+from errno import ENOMEM
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -35,31 +37,40 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10  # Python does not name it
 _MAP_NORESERVE = 0x4000  # Python names it from 3.13 on
-_MADV_COLLAPSE = 25  # Linux 6.1; Python does not name it
+_MADV_DONTNEED_LOCKED = 24  # Linux 5.18; Python names neither this
+_MADV_COLLAPSE = 25  # Linux 6.1; nor this
 _REGION_BYTES = 64 << 20
 
 
-class _Mapping(functools.partial[int]):
-    """Owns one anonymous mapping: unmapped when the last array, memoryview or tensor over it is gone.
-
-    It is the call that unmaps, and its end is that call: in C throughout. A finalizer in Python would swallow an
-    interrupt that comes meanwhile, and a consumer that drops what it takes spends much of its time here.
-    """
+class _AtItsEnd(functools.partial[int]):
+    """A call into the system whose end is that call: in C throughout. A finalizer in Python would swallow an interrupt
+    that comes meanwhile, and a consumer that drops what it takes spends much of its time here."""
 
     __del__ = functools.partial.__call__
 
-    def __init__(self, _unmap: Callable[[int, int], int], address: int, nbytes: int) -> None:
+    def narrow(self, address: int, nbytes: int) -> None:
+        """Is about these bytes only from now on."""
+        # What pickle calls: the one way to give a partial other arguments.
+        self.__setstate__((self.func, (address, nbytes, *self.args[2:]), {}, self.__dict__))  # type: ignore[attr-defined]
+
+
+class _Pages(_AtItsEnd):
+    """Owns whole pages of a mapping: their memory goes back when the last array, memoryview or tensor over them is
+    gone, and the mapping (`munmap`) when nothing has pages of it any more.
+
+    The memory first: the kernel refuses to unmap a part of what it takes for one mapping where the process has
+    vm.max_map_count of them (65,530) already, and nobody would hear of it.
+    """
+
+    mapping: _AtItsEnd
+
+    def __init__(self, _advise: Callable[[int, int, int], int], address: int, nbytes: int, _advice: int) -> None:
         # numpy makes an array over this memory that holds a reference to this object.
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
-    def narrow(self, address: int, nbytes: int) -> None:
-        """Owns only these bytes from now on."""
-        # What pickle calls: the one way to give a partial other arguments.
-        self.__setstate__((self.func, (address, nbytes), {}, None))  # type: ignore[attr-defined]
 
-
-class _HookedMapping(_Mapping):
-    """A mapping after `HostBuffer.before_unmap`."""
+class _HookedPages(_Pages):
+    """Pages after `HostBuffer.before_unmap`."""
 
     before_unmap: Callable[[], None]
 
@@ -77,10 +88,10 @@ class HostBuffer:
     system at once when the last of them is gone. Parts share the memory of the whole.
     """
 
-    __slots__ = ("_array", "_mapping", "_tensor", "address", "nbytes")
+    __slots__ = ("_array", "_pages", "_tensor", "address", "nbytes")
 
-    def __init__(self, mapping: _Mapping, array: npt.NDArray[np.uint8], address: int) -> None:
-        self._mapping = mapping
+    def __init__(self, pages: _Pages, array: npt.NDArray[np.uint8], address: int) -> None:
+        self._pages = pages
         self._array = array
         self._tensor: torch.Tensor | None = None
         self.address = address
@@ -102,12 +113,12 @@ class HostBuffer:
 
     def part(self, start: int, stop: int) -> HostBuffer:
         """The bytes [start, stop) of this buffer, over the same memory."""
-        return HostBuffer(self._mapping, self._array[start:stop], self.address + start)
+        return HostBuffer(self._pages, self._array[start:stop], self.address + start)
 
     def before_unmap(self, action: Callable[[], None]) -> None:
         """What is done just before the memory goes back to the system, e.g. ending its registration with a device."""
-        self._mapping.__class__ = _HookedMapping
-        cast(_HookedMapping, self._mapping).before_unmap = action
+        self._pages.__class__ = _HookedPages
+        cast(_HookedPages, self._pages).before_unmap = action
 
 
 def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> HostBuffer:
@@ -125,7 +136,7 @@ def allocate_host(nbytes: int, *, congruent_to: int = 0, huge: bool = True) -> H
     address = _map(length, nbytes)
     if not huge:
         _advise(address, length, "MADV_NOHUGEPAGE")
-    return _buffer(address, length, head_bytes, nbytes)
+    return _buffer(address, length, head_bytes, nbytes, _unmapping(address, length))
 
 
 class HostRegion:
@@ -136,15 +147,20 @@ class HostRegion:
     process that locks all that it will map (mlockall) gets memory with the addresses: so no more than that at once.
     Where addresses are limited (ulimit -v) others want them, too: just those of the buffers are taken.
 
-    Each buffer has pages of its own and gives them back by itself. One that is kept keeps, until the system needs
-    memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB. What no buffer has taken was
-    never touched, and goes when the region does. Not thread-safe; buffers are.
+    Each buffer has pages of its own and gives their memory back by itself. One that is kept keeps, until the system
+    needs memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB; and all the addresses
+    that were taken at once: unmapped one by one, every other buffer would be a mapping of its own, of which a process
+    may have 65,530 (vm.max_map_count). Where addresses are limited, or memory is locked and the kernel too old to take
+    it back without them, each buffer gives its own back. What no buffer has taken goes with the region, but for the
+    addresses. Not thread-safe; buffers are.
     """
 
     def __init__(self, expected_bytes: int) -> None:
         """`expected_bytes`: what all buffers will have together, or less; no more addresses than that are taken."""
         self._expected_bytes = expected_bytes
-        self._rest = _Mapping(_libc().munmap, 0, 0)
+        self._mapping: _AtItsEnd | None = None
+        self._rest = _unmapping(0, 0)
+        self._advice = mmap.MADV_DONTNEED
         self._next = self._stop = 0
 
     def allocate(self, sizes: Sequence[int]) -> list[HostBuffer]:
@@ -158,31 +174,39 @@ class HostRegion:
         self._rest.narrow(self._next, self._stop - self._next)
         buffers = []
         for nbytes, length in zip(sizes, lengths, strict=True):
-            buffers.append(_buffer(address, length, 0, nbytes))
+            mapping = self._mapping or _unmapping(address, length)
+            buffers.append(_buffer(address, length, 0, nbytes, mapping, self._advice))
             address += length
         return buffers
 
     def _map_more(self, needed_bytes: int, wanted_bytes: int) -> None:
         """Lets the rest go."""
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        ahead_bytes = _REGION_BYTES if soft == resource.RLIM_INFINITY else 0
-        length = max(needed_bytes, min(_whole_pages(self._expected_bytes), ahead_bytes))
+        limited = soft != resource.RLIM_INFINITY
+        length = max(needed_bytes, min(_whole_pages(self._expected_bytes), 0 if limited else _REGION_BYTES))
         address = _map(length, wanted_bytes)
-        self._rest = _Mapping(_libc().munmap, address, length)
+        advice = None if limited else _advice_that_gives_back(address)
+        mapping = _unmapping(address, length)
+        if advice is None:
+            self._rest, self._mapping = mapping, None
+        else:
+            self._rest, self._mapping, self._advice = _pages(address, length, mapping, advice), mapping, advice
         self._next, self._stop = address, address + length
 
 
 def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
     """The first `nbytes` of a memory file (see `shared`), shared with every process that maps it. Keeps them alive."""
     length = _whole_pages(nbytes)
-    return _buffer(_map(length, nbytes, descriptor), length, 0, nbytes)
+    address = _map(length, nbytes, descriptor)
+    return _buffer(address, length, 0, nbytes, _unmapping(address, length))
 
 
 def map_private(descriptor: int, nbytes: int) -> HostBuffer:
     """The first `nbytes` of a memory file as they are: what is written to them is this mapping's own, and costs memory
     only then. As `map_shared` apart from that."""
     length = _whole_pages(nbytes)
-    return _buffer(_map(length, nbytes, descriptor, private=True), length, 0, nbytes)
+    address = _map(length, nbytes, descriptor, private=True)
+    return _buffer(address, length, 0, nbytes, _unmapping(address, length))
 
 
 def collapse_shared(descriptor: int, start: int, stop: int) -> int:
@@ -236,10 +260,30 @@ def _advise(address: int, length: int, name: str) -> None:
         _log.debug("%s is refused (%s): the system decides about pages", name, os.strerror(ctypes.get_errno()))
 
 
-def _buffer(address: int, length: int, head_bytes: int, nbytes: int) -> HostBuffer:
-    """Owns the pages [address, address + length), of which the first `head_bytes` are not used."""
-    mapping = _Mapping(_libc().munmap, address, length)
-    return HostBuffer(mapping, np.asarray(mapping)[head_bytes : head_bytes + nbytes], address + head_bytes)
+def _advice_that_gives_back(address: int) -> int | None:
+    """What has the kernel take memory back without the addresses, asked of a fresh page; None where it does not."""
+    for advice in (_MADV_DONTNEED_LOCKED, mmap.MADV_DONTNEED):
+        if _libc().madvise(address, PAGE_BYTES, advice) == 0:
+            return advice
+    return None
+
+
+def _buffer(
+    address: int, length: int, head_bytes: int, nbytes: int, mapping: _AtItsEnd, advice: int = mmap.MADV_DONTNEED
+) -> HostBuffer:
+    """Owns the pages [address, address + length) of a mapping, of which the first `head_bytes` are not used."""
+    pages = _pages(address, length, mapping, advice)
+    return HostBuffer(pages, np.asarray(pages)[head_bytes : head_bytes + nbytes], address + head_bytes)
+
+
+def _pages(address: int, length: int, mapping: _AtItsEnd, advice: int) -> _Pages:
+    pages = _Pages(_libc().madvise, address, length, advice)
+    pages.mapping = mapping
+    return pages
+
+
+def _unmapping(address: int, length: int) -> _AtItsEnd:
+    return _AtItsEnd(_libc().munmap, address, length)
 
 
 def _whole_pages(nbytes: int) -> int:
@@ -263,7 +307,24 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+def _mappings() -> tuple[int, float]:
+    """How many mappings this process has, and may have: infinitely many where the system does not say."""
+    try:
+        with open("/proc/sys/vm/max_map_count", encoding="ascii") as limit, open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps), int(limit.read())
+    except (OSError, ValueError):
+        return 0, math.inf
+
+
 def _refused(wanted_bytes: int, code: int, *, shared: bool) -> MemoryLimitError:
+    mappings, most = _mappings()
+    if code == ENOMEM and mappings >= most:
+        return MemoryLimitError(
+            f"{format_size(wanted_bytes)} of memory cannot be had ({os.strerror(code)}): this process has {mappings} "
+            f"mappings, all that vm.max_map_count ({most}) allows: raise it (sysctl -w vm.max_map_count={4 * most}), "
+            f"or let go of memory that lies scattered, such as a few tensors kept of many",
+            errno=code,
+        )
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     available = psutil.virtual_memory().available
     limits = f"{format_size(available)} of memory is available"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from loader_service.checkpoint.dtypes import DTYPE_LIST
+from loader_service.checkpoint.slices import numbers_of
 from loader_service.planning.images import BLOCK_BYTES, Image, block_ceil, block_floor
 from loader_service.planning.plan import RankPlan
 from loader_service.planning.units import extents_of_fragments, fragments_of_tensors
@@ -157,9 +158,8 @@ def _items(plan: RankPlan, arena_bytes: int, max_tensors: int) -> Iterator[_Item
     small = (extents >= 0) & (plan.tensor_nbytes < ARENA_BYTES)
     # An arena ends before the next tensor that is not small, and with its extent.
     ends = np.flatnonzero(~(small[1:] & small[:-1] & (extents[1:] == extents[:-1]))) + 1
-    runs = np.append(ends, len(plan)).tolist()
     first = 0
-    for run_stop in runs:
+    for run_stop in numbers_of(np.append(ends, len(plan))):
         while first < run_stop:
             stop = first + 1
             if run_stop - first > 1:  # block_ceil(stop) <= most exactly where stop <= most, a whole block

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.dtypes import DTYPE_LIST, DType
 from loader_service.checkpoint.refusal import shown
-from loader_service.checkpoint.slices import numbers_of, picked
+from loader_service.checkpoint.slices import Picked, numbers_of
 from loader_service.errors import ConfigError
 from loader_service.planning.cuts import Interval
 from loader_service.planning.fragments import PartGeometry
@@ -100,7 +100,7 @@ def group_tensors(
     if not len(tensors):
         return column, ()
     chosen = ids[tensors]
-    shapes = picked(catalog.shapes, chosen)
+    shapes = Picked(catalog.shapes, chosen)
     columns = numbers_of(decisions.signature[tensors]), numbers_of(catalog.dtype_ids[chosen])
     keys = zip(*columns, shapes, strict=True)
     numbers: dict[tuple[int, int, tuple[int, ...]], int] = {}

@@ -7,7 +7,6 @@ elements, between tensors or rows where those are small against the slot.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.dtypes import DTYPE_LIST
+from loader_service.checkpoint.slices import numbers_of
 from loader_service.planning.shared_ranges import Line
 from loader_service.planning.storage import storage_form
 
@@ -49,7 +49,7 @@ def pack(line: Line, catalog: Catalog, start: Int64s, stop: Int64s, *, slot_byte
     first = [0]
     used = 0
     shard_start = line.shard_start[line.shards(start)]
-    for at, end, offset_0 in zip(start.tolist(), stop.tolist(), shard_start.tolist(), strict=True):
+    for at, end, offset_0 in zip(*map(numbers_of, (start, stop, shard_start)), strict=True):
         while at < end:
             offset = -(-used // PAGE_BYTES) * PAGE_BYTES + (at - offset_0) % PAGE_BYTES
             reach = min(end, at + capacity - offset)
@@ -77,13 +77,13 @@ class _Cuts:
         self._catalog = catalog
         self._small_bytes = small_bytes
         self._ids = held
-        self._start: list[int] = line.at(catalog.shard_ids[held], catalog.starts[held]).tolist()
+        self._start = line.at(catalog.shard_ids[held], catalog.starts[held])
         self._steps: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def before(self, start: int, limit: int) -> int:
         """Where to cut a range from `start` that may reach `limit`; `start` or less where nothing can be cut off."""
-        number = bisect_right(self._start, limit) - 1
-        tensor_start = self._start[number]
+        number = int(np.searchsorted(self._start, limit, side="right")) - 1
+        tensor_start = int(self._start[number])
         if start < tensor_start and limit - tensor_start < self._small_bytes:
             return tensor_start
         step = self._step(int(self._ids[number]))

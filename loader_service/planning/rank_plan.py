@@ -150,7 +150,9 @@ class RankPlan:
         """The plan for what is streamed: without the host-resident tables."""
         if not self.tables:
             return self
-        return self.restrict([i for i in range(len(self)) if i not in self.tables])
+        streamed = np.ones(len(self), dtype=np.bool_)
+        streamed[list(self.tables)] = False
+        return self.restrict(np.flatnonzero(streamed))
 
     @cached_property
     def blocks(self) -> Mapping[int, Block]:
@@ -246,12 +248,13 @@ class RankPlan:
         start = int(self.catalog.starts[self.tensor_ids[i]])
         return self.geometry(i), int(self.fragments.number[fragment]), start
 
-    def restrict(self, indices: Sequence[int]) -> RankPlan:
+    def restrict(self, indices: Sequence[int] | Int64s) -> RankPlan:
         """The plan for some of the rank's tensors, given by their numbers in any order; coalesced anew.
 
         Tensors of the new plan are counted anew, in plan order. Raises IndexError for a number that does not exist.
         """
-        kept = np.asarray(sorted(set(indices)), dtype=np.int64)  # np.unique imports numpy.ma: not on the loop
+        kept = np.sort(np.asarray(indices, dtype=np.int64))
+        kept = kept[np.diff(kept, prepend=kept[:1] - 1) > 0]  # np.unique imports numpy.ma: not on the loop
         if len(kept) and not 0 <= kept[0] <= kept[-1] < len(self):
             raise IndexError(f"the plan has tensors 0 to {len(self) - 1}; asked for {int(kept[0])} to {int(kept[-1])}")
         return make_rank_plan(

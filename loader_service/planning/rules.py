@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.refusal import shown
-from loader_service.checkpoint.slices import numbers_of, picked
+from loader_service.checkpoint.slices import Picked, numbers_of
 from loader_service.config.schema import AssignRule, Rule, SplitRule
 from loader_service.errors import ConfigError
 from loader_service.planning.captured import NO_MATCH, captured_numbers
@@ -159,7 +159,7 @@ class _Names:
     def __init__(self, everywhere: Sequence[str], ids: Int64s) -> None:
         self._everywhere = everywhere
         self._ids = ids
-        self._selection = everywhere if len(ids) == len(everywhere) else picked(everywhere, ids)
+        self._selection = everywhere if len(ids) == len(everywhere) else Picked(everywhere, ids)
         self._matched: dict[str, Int64s] = {}
         self._numbers: dict[tuple[str, str], tuple[Int64s, Int64s]] = {}
 
@@ -177,14 +177,14 @@ class _Names:
         return self._selection is not self._everywhere and len(compile_glob(pattern).positions(self._everywhere)) > 0
 
     def numbers(self, index: str, tensors: Int64s) -> Int64s:
-        return captured_numbers(index, picked(self._selection, tensors))
+        return captured_numbers(index, Picked(self._selection, tensors))
 
     def numbers_everywhere(self, pattern: str, index: str) -> tuple[Int64s, Int64s]:
         """(catalog ids, their numbers) of all names of the checkpoint that match."""
         if (pattern, index) not in self._numbers:
             whole = self._selection is self._everywhere
             ids = self.matched(pattern) if whole else compile_glob(pattern).positions(self._everywhere)
-            numbers = captured_numbers(index, picked(self._everywhere, ids))
+            numbers = captured_numbers(index, Picked(self._everywhere, ids))
             self._numbers[pattern, index] = ids, numbers
         return self._numbers[pattern, index]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.checkpoint.refusal import shown
-from loader_service.checkpoint.slices import picked
+from loader_service.checkpoint.slices import Picked
 from loader_service.config.schema import LoadConfig
 from loader_service.errors import CheckpointError
 from loader_service.planning.glob import compile_glob
@@ -82,7 +82,7 @@ def _without_skipped(
 ) -> npt.NDArray[np.int64]:
     for i, pattern in enumerate(skip):
         glob = compile_glob(pattern)
-        considered = names if len(ids) == len(names) else picked(names, ids)
+        considered = names if len(ids) == len(names) else Picked(names, ids)
         places = glob.positions(considered)
         if len(places):
             ids = np.delete(ids, places)

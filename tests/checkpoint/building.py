@@ -31,5 +31,7 @@ def catalog_of(
 ) -> Catalog:
     """A catalog of shards by name, each with the tensors named; `weight_map` None: no index."""
     path = f"{folder}/model.safetensors.index.json"
-    index = None if weight_map is None else IndexFile(path, weight_map, frozenset(weight_map.values()))
+    index = None
+    if weight_map is not None:
+        index = IndexFile(path, [[*weight_map]], [[*weight_map.values()]], frozenset(weight_map.values()))
     return build_catalog([shard_with_header(name, bytes_of(names), folder) for name, names in shards.items()], index)

@@ -8,6 +8,8 @@ import json
 import numpy as np
 import pytest
 
+from loader_service.checkpoint import catalog as catalog_module
+from loader_service.checkpoint import slices
 from loader_service.checkpoint.catalog import build_catalog
 from loader_service.errors import CheckpointError
 from tests.checkpoint.building import bytes_of, catalog_of, shard_with_header
@@ -45,6 +47,13 @@ def test_id_of_finds_every_row_and_nothing_else() -> None:
     catalog = catalog_of({"a.safetensors": ["x", "y"], "b.safetensors": ["z"]})
     assert [catalog.id_of(name) for name in ("x", "y", "z", "w", "")] == [0, 1, 2, None, None]
     assert build_catalog([], None).id_of("x") is None
+
+
+def test_names_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (catalog_module, slices):
+        monkeypatch.setattr(module, "hash", lambda name: len(name), raising=False)
+    catalog = catalog_of({"a.safetensors": ["x", "long", "y"], "b.safetensors": ["z"]})
+    assert [catalog.id_of(name) for name in ("x", "y", "z", "long", "w", "other")] == [0, 2, 3, 1, None, None]
 
 
 def test_digest_depends_on_names_sizes_headers_and_decisions_only() -> None:

@@ -143,8 +143,15 @@ def test_copies_that_nothing_decides_between_are_refused_with_the_files(
         assert word in caught.value.message
 
 
+def test_an_index_may_name_shards_that_are_not_there() -> None:
+    """Of a folder they are refused before: here whoever joins headers decides."""
+    catalog = catalog_of({A: ["x"]}, {"x": "elsewhere.safetensors"})
+    assert catalog.names == ["x"]
+    assert any("elsewhere.safetensors" in note for note in catalog.notes)
+
+
 def test_ignoring_the_index_is_as_if_there_were_none() -> None:
-    index = IndexFile("/i", {"x": A}, frozenset({A}))
+    index = IndexFile("/i", [["x"]], [[A]], frozenset({A}))
     pairs = [shard_with_header(A, bytes_of(["x"])), shard_with_header(C, bytes_of(["x"]))]
     assert build_catalog(pairs, index, "advisory").names == ["x"]
     with pytest.raises(CheckpointError, match="no index"):

@@ -13,13 +13,13 @@ from loader_service.checkpoint.header import proven_entries
 from loader_service.checkpoint.index import parse_index
 from loader_service.checkpoint.slices import (
     AT_ONCE,
+    Picked,
     after_white_space,
     any_twice,
     before_white_space,
     column_of,
     members,
     numbers_of,
-    picked,
     slices_of,
 )
 from loader_service.checkpoint.strict import strict_entries
@@ -158,7 +158,10 @@ def test_items_come_in_order_however_many() -> None:
         assert [item for some in slices_of(items) for item in some] == items
         ids = np.arange(count)[::-1]
         assert list(numbers_of(ids)) == list(range(count))[::-1]
-        assert picked(items, ids) == items[::-1]
+        chosen = Picked(items, ids)
+        assert (len(chosen), list(chosen), chosen[:]) == (count, items[::-1], items[::-1])
+        assert [item for some in slices_of(chosen) for item in some] == items[::-1]
+        assert not count or chosen[count - 1] == items[0]
         assert column_of(list(range(count)), np.int64).tolist() == list(range(count))
     with pytest.raises(OverflowError):
         column_of([1 << 63], np.int64)

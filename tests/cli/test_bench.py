@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +21,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from loader_service.agreement.group import Rendezvous
 from loader_service.cli import app, bench, bench_limits, ranks
 from loader_service.cli.bench import BenchOptions, _BenchProcess
-from loader_service.cli.bench_figures import Bench, RankRound, Result
+from loader_service.cli.bench_figures import Bench, Node, RankRound, Result
 from loader_service.cli.bench_limits import LABELS, Conditions, LimitBench
 from loader_service.cli.bench_page import page_of
+from loader_service.cli.bench_table import rows, sentences
 from loader_service.config.yaml_file import aload_config
 from loader_service.errors import EndOfFileError, RankFailure
 from loader_service.measuring import machine
@@ -78,11 +81,8 @@ KEYS = {
     "form",
     "cache",
     "world_size",
-    "ranks_here",
-    "machine",
-    "limits",
+    "nodes",
     "ranks",
-    "of_limits",
     "verdict",
     "notes",
 }
@@ -101,23 +101,26 @@ def test_json_has_limits_loads_and_a_verdict(
     found = document(capsys)
     assert found.keys() == KEYS
     assert (found["load"], found["form"], found["cache"], found["world_size"]) == ("all", form, cache, 1)
-    assert found["limits"].keys() == LABELS.keys() == {*Limits.__dataclass_fields__}
-    for limit in found["limits"].values():
+    (node,) = found["nodes"]
+    assert node.keys() == {"ranks", "machine", "files_bytes", "limits", "of_limits", "verdict"}
+    assert node["limits"].keys() == LABELS.keys() == {*Limits.__dataclass_fields__}
+    for limit in node["limits"].values():
         assert (limit["gib_per_s"] is None) == (limit["why_not"] != "") == (limit["rounds"] == [])
     for name in ("memory_copy", "touch_huge", "touch_ordinary"):
-        assert len(found["limits"][name]["rounds"]) == 2
+        assert len(node["limits"][name]["rounds"]) == 2
     (rank,) = found["ranks"]
     assert rank.keys() == RANK_KEYS
     assert (rank["payload_bytes"], len(rank["rounds"])) == (176, 2)
     assert rank["phases"].keys() == {"config", "catalog", "plan", "open", "read", "finish"}
     assert sum(rank["timeline"]["taken_bytes"]) == 176
+    assert found["verdict"] == node["verdict"] | {"ranks": [0]}
     assert found["verdict"]["bound"] == "too small"
 
 
 def test_the_rings_read_the_files(tmp_path: Path, small: None, capsys: Capture) -> None:
     path = write_shard(tmp_path / "one.safetensors", {"w": ("U8", (3 * MIB + 77,), bytes(3 * MIB + 77))})
     assert app.run(["bench", str(path), "--rounds", "1", "--json", "--max-bytes", "2MiB"]) == 0
-    limits = document(capsys)["limits"]
+    limits = document(capsys)["nodes"][0]["limits"]
     for name in (
         ("cache_copy",) if limits["direct"]["why_not"] else ("direct_one", "direct", "direct_more", "cache_copy")
     ):
@@ -132,8 +135,8 @@ def test_where_direct_reads_are_refused_the_cache_is_read_cold(
     assert app.run(["bench", str(checkpoint), "--rounds", "1", "--json"]) == 0
     found = document(capsys)
     total = sum(path.stat().st_size for path in checkpoint.iterdir())
-    assert [ring["bytes"] for ring in found["limits"]["buffered"]["rounds"]] == [total]
-    assert "refuses O_DIRECT" in found["limits"]["direct"]["why_not"]
+    assert [ring["bytes"] for ring in found["nodes"][0]["limits"]["buffered"]["rounds"]] == [total]
+    assert "refuses O_DIRECT" in found["nodes"][0]["limits"]["direct"]["why_not"]
     assert "O_DIRECT cannot be measured" in " ".join(found["notes"])
 
 
@@ -143,7 +146,7 @@ def test_little_memory_is_left_alone(
     monkeypatch.setattr(bench_limits, "_LEAST_MEMORY_BYTES", MIB)
     monkeypatch.setattr(bench_limits, "spare_memory", lambda: 3 * MIB)
     assert app.run(["bench", str(checkpoint), "--rounds", "1", "--json"]) == 0
-    why = document(capsys)["limits"]["touch_huge"]["why_not"]
+    why = document(capsys)["nodes"][0]["limits"]["touch_huge"]["why_not"]
     assert why == "only 3.00 MiB of memory is to spare"
 
 
@@ -166,7 +169,7 @@ def test_the_table_and_the_page_say_what_bounds_the_load(
     assert "176 bytes on 1 rank, form owned, page cache cold, 1 round." in text
     found = machine.this_machine([])
     memory = format_size(found.memory_bytes)
-    assert f"Machine of rank 0: {found.cores} core" in text
+    assert f"Machine, node of rank 0: {found.cores} core" in text
     assert f"{memory} of memory, kernel {os.uname().release}" in text
     for column in ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches"):
         assert column in out
@@ -175,31 +178,41 @@ def test_the_table_and_the_page_say_what_bounds_the_load(
     assert "% of it" in text
 
 
-@pytest.mark.parametrize(
-    ("here", "keys"),
-    [([0], ["what the source gives: 6 GiB/s"]), ([0, 1, 2], ["1/3 of what the source gives all ranks: 2 GiB/s"] * 3)],
-    ids=["the only rank of its machine", "three of a machine"],
-)
-def test_the_line_in_a_rank_s_chart_is_its_share_of_what_the_machine_s_source_gives(
-    here: list[int], keys: list[str]
-) -> None:
-    """Of four ranks the last is on another machine, of which nothing was measured."""
-    result = a_result(world_size=4, here=here, source_gib_per_s=6.0)
+def test_the_line_in_a_rank_s_chart_is_its_share_of_what_its_node_s_source_gives() -> None:
+    result = a_result(nodes={(0,): 6.0, (1, 2, 3): 6.0})
     lines = [text for text in check_alone(page_of(result)).text if "the source gives" in text]
-    assert lines == keys
+    name = "its share of what the source gives its node"
+    assert lines == [f"{name}: 6 GiB/s", *([f"{name}: 2 GiB/s"] * 3)]
+    alone = check_alone(page_of(a_result(nodes={(0,): 6.0}))).text
+    assert [text for text in alone if "the source gives" in text] == ["what the source gives: 6 GiB/s"]
 
 
-def test_rounds_that_differ_on_the_measured_machine_are_told_to_the_verdict() -> None:
-    """Rank 1 is slow, and of another machine."""
-    result = a_result(world_size=2, here=[0], source_gib_per_s=1.0, seconds=((2.0, 9.0), (3.0, 9.0)))
-    assert result.loaded.rounds_s == (2.0, 3.0)
-    assert "Rounds differ by 50 %" in result.verdict.sentences[0]
+def test_rounds_that_differ_on_a_node_are_told_to_its_verdict_alone() -> None:
+    result = a_result(nodes={(0,): 1.0, (1,): 1.0}, seconds=((2.0, 9.0), (3.0, 9.0)))
+    assert [each.loaded.rounds_s for each in result.nodes] == [(2.0, 3.0), (9.0, 9.0)]
+    assert [bool(each.verdict.doubts) for each in result.nodes] == [True, False]
 
 
-def a_result(
-    *, world_size: int, here: list[int], source_gib_per_s: float, seconds: Sequence[Sequence[float]] = ((1.0,) * 4,)
-) -> Result:
-    """What was found where every rank took 1 GiB from the page cache, in so many seconds by round and rank."""
+def test_each_node_has_its_limits_and_its_verdict_and_the_slowest_one_s_is_that_of_all() -> None:
+    """Both nodes' ranks took a second for 1 GiB each; the second node could have given them twice that."""
+    result = a_result(nodes={(0, 2): 2.0, (1, 3): 4.0}, seconds=((1.0, 1.01, 1.0, 1.0),))
+    found = Result.as_dict(result)
+    assert [each.of_limits["source"] for each in result.nodes] == pytest.approx([1.0, 0.5], rel=0.02)
+    assert [each.verdict.bound for each in result.nodes] == ["page cache", "unclear"]
+    assert found["verdict"] == result.nodes[1].verdict.as_dict() | {"ranks": [1, 3]}
+    cells = [row[0] for row in rows(result)]
+    assert [cell for cell in cells if "limit" in cell] == [
+        f"node of ranks {ranks}, limit: copy from the page cache" for ranks in ("0, 2", "1, 3")
+    ]
+    assert [re.findall("load of rank (.)", cell)[0] for cell in cells if "limit" not in cell] == ["0", "2", "1", "3"]
+    said = [sentence for sentence in sentences(result) if sentence.startswith("Node of ranks 1, 3: ")]
+    assert "No single limit bounds this load" in said[0]
+
+
+def a_result(*, nodes: Mapping[tuple[int, ...], float], seconds: Sequence[Sequence[float]] = ((1.0,) * 4,)) -> Result:
+    """What was found where every rank took 1 GiB from the page cache, in so many seconds by round and rank; `nodes` are
+    their ranks, each with the GiB/s that its page cache gives."""
+    world_size = sum(map(len, nodes))
     line = Timeline(0, 1.0, 0.5, 4, GIB, filled_bytes=(0, GIB), taken_bytes=(0, GIB), in_flight=(4, 4))
     rounds = [
         [
@@ -224,10 +237,13 @@ def a_result(
         ]
         for of_ranks in seconds
     ]
-    measured = Bench("/x", "2030-01-01T00:00:00+00:00", "all", "batches", "warm", here, machine.this_machine([]), GIB)
-    limits = LimitBench(Conditions((), "warm", 4, 2, GIB))
-    limits.rates["cache_copy"] = [Rate(int(source_gib_per_s * GIB), 1.0, 1.0)]
-    return measured.result(rounds, limits)
+    found = []
+    for here, source_gib_per_s in nodes.items():
+        limits = LimitBench(Conditions((), "warm", 4, 2, GIB))
+        limits.rates["cache_copy"] = [Rate(int(source_gib_per_s * GIB), 1.0, 1.0)]
+        node = Node(here, machine.this_machine([]), len(here) * GIB).with_limits(limits)
+        found.append(Node.from_dict(json.loads(json.dumps(node.as_dict()))))
+    return Bench("/x", "2030-01-01T00:00:00+00:00", "all", "batches", "warm").result(rounds, found)
 
 
 def test_host_resident_tables_are_left_out_and_said_so(
@@ -264,32 +280,73 @@ def test_what_cannot_be_measured_is_refused(
     assert says in capsys.readouterr().err
 
 
-async def test_a_limit_that_fails_ends_the_other_rank_that_waits(
-    tmp_path: Path, checkpoint: Path, small: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.asynccontextmanager
+async def two_ranks(tmp_path: Path, checkpoint: Path, rounds: int) -> AsyncIterator[list[_BenchProcess]]:
+    """Both in this process."""
     path = write_config(tmp_path / "c.yaml", checkpoint, ranks=2, **QUICK)
-    config = await aload_config(path)
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
-    places = [
-        ranks.Place(rank, 2, Rendezvous(f"127.0.0.1:{server.port}", rank, 2, "b", served=True)) for rank in (0, 1)
+    options = BenchOptions(path, "all", "owned", "as-is", rounds, "64MiB", None, as_json=True, debug=False)
+    config = await aload_config(path)
+    meetings = [Rendezvous(f"127.0.0.1:{server.port}", rank, 2, "b", served=True) for rank in (0, 1)]
+    processes = [
+        _BenchProcess(options, ranks.Place(rank, 2, meeting), config, "all", 64 * MIB)
+        for rank, meeting in enumerate(meetings)
     ]
-    options = BenchOptions(path, "all", "owned", "as-is", 2, "64MiB", None, as_json=True, debug=False)
-    processes = [_BenchProcess(options, place, config, "all", 64 * MIB) for place in places]
-
-    def fail(self: LimitBench, number: int) -> None:
-        raise EndOfFileError("the file ends early", path="x.safetensors")
-
-    monkeypatch.setattr(LimitBench, "round", fail)
     try:
-        async with asyncio.timeout(60):
-            first, second = await asyncio.gather(*(one._work() for one in processes), return_exceptions=True)
+        yield processes
     finally:
         for one in processes:
             one._threads.stop()
         del server
-    assert isinstance(first, EndOfFileError)
-    assert isinstance(second, RankFailure)
-    assert (second.record().error, second.record().rank) == ("EndOfFileError", 0)
+
+
+async def both(processes: list[_BenchProcess]) -> list[BaseException | None]:
+    async with asyncio.timeout(60):
+        return await asyncio.gather(*(one._work() for one in processes), return_exceptions=True)
+
+
+async def test_the_first_rank_of_each_node_measures_it(
+    tmp_path: Path, checkpoint: Path, small: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds; the second rank lives on a node of its own, where copying from the page cache is left out."""
+    names = itertools.count()
+    monkeypatch.setattr(bench, "node_name", lambda: str(next(names)))
+    measured: list[LimitBench] = []
+    measure: Callable[[LimitBench, int], None] = LimitBench.round
+
+    def note(self: LimitBench, number: int) -> None:
+        measured.append(self)
+        measure(self, number)
+
+    monkeypatch.setattr(LimitBench, "round", note)
+    async with two_ranks(tmp_path, checkpoint, rounds=2) as processes:
+        assert await both(processes) == [None, None]
+    found = document(capsys)
+    assert [node["ranks"] for node in found["nodes"]] == [[0], [1]]
+    for node in found["nodes"]:
+        assert [len(node["limits"][name]["rounds"]) for name in ("memory_copy", "touch_huge")] == [2, 2]
+        assert node["verdict"]["bound"] == "too small"
+    assert sorted(map(measured.count, set(measured))) == [2, 2]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_limit_that_fails_ends_the_other_rank_that_waits_and_is_in_no_phase_of_a_load(
+    victim: int, tmp_path: Path, checkpoint: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_ranks(tmp_path, checkpoint, rounds=2) as processes:
+        monkeypatch.setattr(bench, "node_name", iter(("a", "b")).__next__)
+
+        def fail(self: LimitBench, number: int) -> None:
+            if self is processes[victim]._limits:
+                raise EndOfFileError("the file ends early", path="x.safetensors")
+
+        monkeypatch.setattr(LimitBench, "round", fail)
+        ended = await both(processes)
+    own, other = ended[victim], ended[1 - victim]
+    assert isinstance(own, EndOfFileError)
+    assert isinstance(other, RankFailure)
+    record = other.record()
+    assert (record.error, record.rank, record.phase) == ("EndOfFileError", victim, None)
 
 
 @pytest.mark.processes
@@ -300,7 +357,7 @@ def test_two_ranks_are_measured_and_rank_0_alone_prints(tmp_path: Path, checkpoi
     first, second = (process.end() for process in start_ranks([args, args], tmp_path))
     assert (first.code, second.code, second.out) == (0, 0, ""), first.err + second.err
     found = first.document
-    assert (found["world_size"], found["ranks_here"]) == (2, [0, 1])
+    assert (found["world_size"], [node["ranks"] for node in found["nodes"]]) == (2, [[0, 1]])
     assert [rank["payload_bytes"] for rank in found["ranks"]] == [92, 108]
     parsed = check_alone(page.read_text())
     assert [text for text in parsed.text if re.match(r"Rank \d:", text)] == [
@@ -315,6 +372,22 @@ def test_a_configuration_that_is_wrong_on_one_rank_ends_the_other(tmp_path: Path
     first, second = (each.end() for each in start_ranks([[*args, "all"], [*args, "nothing"]], tmp_path))
     assert (first.code, second.code) == (4, 2), first.err + second.err
     assert (first.document["error"], first.document["rank"], second.out) == ("ConfigError", 1, "")
+
+
+@pytest.mark.processes
+def test_a_header_that_one_rank_cannot_read_is_in_the_phase_that_a_load_would_name(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    other = write_small_checkpoint(tmp_path / "other")
+    (other / "b.safetensors").write_bytes(b"no header")
+    configs = [
+        write_config(tmp_path / f"{i}.yaml", folder, ranks=2, **QUICK) for i, folder in enumerate((checkpoint, other))
+    ]
+    args = [["bench", str(config), "--load", "all", *SMALL, "--json"] for config in configs]
+    first, second = (each.end() for each in start_ranks(args, tmp_path))
+    assert (first.code, second.code, second.out) == (4, 3, ""), first.err + second.err
+    record = first.document
+    assert (record["error"], record["rank"], record["phase"]) == ("CheckpointError", 1, "catalog")
 
 
 def interrupted(processes: list[CommandLine], mark: Path, victim: int) -> None:

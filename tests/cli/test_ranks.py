@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from loader_service.agreement.codec import encode_entry, encode_record
 from loader_service.agreement.group import Rendezvous
-from loader_service.agreement.messages import PHASES, PhaseRecord, Verdict
+from loader_service.agreement.messages import PHASES, Phase, PhaseRecord, Verdict
 from loader_service.cli import ranks
 from loader_service.cli.ranks import Place, Spokesman, fail_reports, gather, place_from, turn_to_print
 from loader_service.config.schema import AgreementConfig
@@ -209,11 +209,18 @@ def test_the_parts_of_all_reports_fit_into_a_record_and_a_verdict(world_size: in
     encode_entry(Verdict(5, PHASES[0], "go", listed=(part,) * world_size))
 
 
-async def test_a_report_that_never_comes_names_its_rank(server: TCPStore) -> None:
-    first = places(server, 2, "absent")[0]
+@pytest.mark.parametrize("phase", [None, Phase.FINISH])
+async def test_a_report_that_never_comes_names_its_rank_and_the_load_s_phase_not_its_own_part(
+    phase: Phase | None, server: TCPStore
+) -> None:
+    first = places(server, 2, f"absent in {phase}")[0]
+    finals: list[LoaderError] = []
+    settings = AgreementConfig(timeout_s=0.5, grace_s=0.2)
     with pytest.raises(RankFailure) as caught:
-        await gather(first, {"rank": 0}, AgreementConfig(timeout_s=0.5, grace_s=0.2))
-    assert caught.value.rank == 1
+        await gather(first, {"rank": 0}, settings, phase=phase, on_final=finals.append)
+    for error in (caught.value, *finals):
+        assert (error.record().error, error.rank, error.phase) == ("LateRank", 1, phase)
+    assert len(finals) == 1
 
 
 async def test_a_rank_that_cannot_open_its_load_tells_the_others(server: TCPStore) -> None:
@@ -257,7 +264,7 @@ async def test_an_error_in_place_of_a_report_is_the_cause_on_the_others(server: 
     error = ConfigError("no room for the manifest")
     outcomes = await asyncio.gather(
         gather(first, {"rank": 0}, settings, on_final=finals.append),
-        fail_reports(second, error, settings, on_final=finals.append),
+        fail_reports(second, error, settings, phase=Phase.FINISH, on_final=finals.append),
         return_exceptions=True,
     )
     assert isinstance(outcomes[0], RankFailure)
@@ -290,7 +297,7 @@ async def test_an_error_is_told_to_its_end_by_a_rank_that_is_cancelled_meanwhile
         await asyncio.sleep(0)
     with pytest.raises(RankFailure) as caught:
         await gather(first, {"rank": 0}, settings, on_begin=lambda: begun.append(None))
-    assert caught.value.record() == FailureRecord("MemoryError", "no room for the manifest", 1, "finish")
+    assert caught.value.record() == FailureRecord("MemoryError", "no room for the manifest", 1)
     assert begun == [None]
     with pytest.raises(asyncio.CancelledError):
         await telling

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import re
 import signal
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 from loader_service.errors import ConfigError, MemoryLimitError
-from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, _Mapping, allocate_host
+from loader_service.memory import allocators
+from loader_service.memory.allocators import HUGE_PAGE_BYTES, PAGE_BYTES, HostRegion, _AtItsEnd, allocate_host
 
 MIB = 1 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -40,6 +42,17 @@ def smaps_of(address: int) -> dict[str, int] | None:
 
 def is_mapped(address: int) -> bool:
     return smaps_of(address) is not None
+
+
+def is_resident(address: int) -> bool:
+    """Whether the page of `address` is mapped, and has memory."""
+    found = ctypes.c_ubyte()
+    page = ctypes.c_void_p(address // PAGE_BYTES * PAGE_BYTES)
+    return ctypes.CDLL(None).mincore(page, ctypes.c_size_t(PAGE_BYTES), ctypes.byref(found)) == 0 and bool(found.value)
+
+
+def mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_000, 2 * MIB - 1, 2 * MIB, 5 * MIB + 3])
@@ -232,11 +245,76 @@ def test_buffers_of_a_region_lie_apart_and_are_given_back_one_by_one() -> None:
     for number, buffer in enumerate(buffers):
         assert bytes(buffer.memoryview) == bytes([number + 1]) * buffer.nbytes, "no two share a byte"
     addresses = [buffer.address for buffer in buffers]
+    ctypes.memset(addresses[2], 1, 1)  # an empty buffer has a page, too
     kept = buffers.pop(3).memoryview
     buffers.clear()
     del buffer
-    assert [is_mapped(address) for address in addresses] == [False, False, False, True, False]
+    assert [is_resident(address) for address in addresses] == [False, False, False, True, False]
     assert bytes(kept) == bytes([4]) * 5
+    del kept, region
+    assert [is_mapped(address) for address in addresses] == [False] * 5
+
+
+def test_buffers_that_are_kept_of_many_leave_their_region_one_mapping() -> None:
+    before = mappings()
+    region = HostRegion(64 * MIB)
+    buffers = region.allocate([64 << 10] * 1024)
+    for buffer in buffers:
+        buffer.memoryview[0] = 7
+    addresses = [buffer.address for buffer in buffers]
+    kept = buffers[::2]
+    buffers.clear()
+    del buffer
+    assert [is_resident(address) for address in addresses] == [True, False] * 512
+    assert mappings() - before < 64
+    assert {buffer.memoryview[0] for buffer in kept} == {7}
+
+
+def test_memory_that_the_kernel_takes_back_only_with_its_addresses_goes_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locked memory, before Linux 5.18."""
+    monkeypatch.setattr(allocators, "_advice_that_gives_back", lambda address: None)
+    region = HostRegion(8 * MIB)
+    first, second = region.allocate([MIB, MIB])
+    behind, addresses = second.address + MIB, [first.address, second.address]
+    del first
+    assert [is_mapped(address) for address in (*addresses, behind)] == [False, True, True]
+    del region
+    assert [is_mapped(address) for address in (*addresses, behind)] == [False, True, False]
+
+
+_MANY_MAPPINGS = """
+import ctypes, mmap
+from loader_service.errors import MemoryLimitError
+from loader_service.memory.allocators import HostRegion, _libc, allocate_host
+
+def resident(address):
+    found = ctypes.c_ubyte()
+    return _libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(4096), ctypes.byref(found)) or found.value
+
+whole, parts = allocate_host(8 << 20), HostRegion(32 << 20).allocate([1 << 20] * 16)
+for buffer in (whole, *parts):
+    buffer.memoryview[0] = 1
+addresses = [whole.address, *(part.address for part in parts)]
+failed, number = ctypes.c_void_p(-1).value, 0
+while _libc().mmap(None, 4096, (1, 3)[number % 2], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0) != failed:
+    number += 1  # one that may be written beside one that may not: no two are one to the kernel
+del buffer, whole, parts[::2]
+print([resident(address) for address in addresses])
+for refused in (lambda: allocate_host(8 << 20), lambda: HostRegion(1 << 20).allocate([5])):
+    try:
+        refused()
+    except MemoryLimitError as error:
+        print(error.errno, error)
+"""
+
+
+def test_memory_goes_back_where_no_mapping_can_be_cut_any_more_and_the_limit_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", _MANY_MAPPINGS], capture_output=True, text=True, check=True)
+    resident, whole, small = done.stdout.splitlines()
+    assert json.loads(resident)[1:] == [0, 1] * 8
+    assert json.loads(resident)[0] in (0, -1), "unmapped, where that needed no cut"
+    assert re.match(r"12 8\.00 MiB of memory cannot be had .* \d+ mappings, all that vm\.max_map_count \(\d+\)", whole)
+    assert re.match(r"12 5 bytes of memory cannot be had .* mappings, all that vm\.max_map_count", small)
 
 
 def test_a_region_asks_the_system_once_for_many_buffers() -> None:
@@ -255,13 +333,18 @@ def test_a_region_grows_by_what_is_needed_beyond_what_was_expected() -> None:
 
 
 def test_what_no_buffer_has_taken_goes_with_the_region_and_the_buffers_stay() -> None:
+    """It has memory where all that is mapped gets some at once (mlockall)."""
     region = HostRegion(64 * MIB)
     [buffer] = region.allocate([3 * MIB])
     behind = buffer.address + 3 * MIB
-    assert is_mapped(behind)
-    del region
-    assert not is_mapped(behind)
+    ctypes.memset(behind, 1, 1)
+    assert is_resident(behind)
     buffer.memoryview[:] = b"x" * buffer.nbytes
+    del region
+    assert not is_resident(behind)
+    assert bytes(buffer.memoryview) == b"x" * buffer.nbytes
+    del buffer
+    assert not is_mapped(behind)
 
 
 def test_a_region_takes_no_more_addresses_than_it_must_where_they_are_limited() -> None:
@@ -309,9 +392,9 @@ def test_a_signal_while_memory_is_unmapped_reaches_who_dropped_it() -> None:
 
     before = signal.signal(signal.SIGUSR1, interrupted)
     try:
-        mapping = _Mapping(ctypes.CDLL(None)["raise"], signal.SIGUSR1, 0)  # in place of munmap
+        pages = _AtItsEnd(ctypes.CDLL(None)["raise"], signal.SIGUSR1)  # in place of madvise or munmap
         with pytest.raises(Interrupted):
-            del mapping
+            del pages
             os.getpid()  # a call, after which the interpreter looks for signals
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -95,7 +95,7 @@ def test_another_state_of_the_file_and_another_path_are_other_files(field: str) 
 def test_a_host_buffer_is_kept_alive_by_the_cache_and_by_whoever_took_it() -> None:
     cache = WeightCache()
     buffer = allocate_host(10)
-    mapping = weakref.ref(buffer._mapping)
+    mapping = weakref.ref(buffer._pages)
     buffer.memoryview[:] = bytes(content(FILE, 5, 15))
     with cache.make_room(wanting((FILE, 5, 15)), 100) as admission:
         assert admission.insert(FILE, 5, buffer) == 10

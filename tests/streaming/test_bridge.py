@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from loader_service import bridge
 from loader_service.bridge import Channel, ChannelClosed, ServiceLoop
 from loader_service.errors import MemoryLimitError, StateError
 
@@ -32,7 +31,7 @@ def test_no_descriptors_for_a_loop_are_an_error_that_says_what_to_raise(monkeypa
     def refuse() -> asyncio.AbstractEventLoop:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(bridge, "_new_event_loop", refuse)
+    monkeypatch.setattr("loader_service.bridge.loops.new_event_loop", refuse)
     with pytest.raises(MemoryLimitError, match=r"loop cannot be had \(Too many open files\).*ulimit -n"):
         ServiceLoop()
 
