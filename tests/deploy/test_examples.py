@@ -1,5 +1,5 @@
-"""The examples of deploy/: Docker Compose, Kubernetes' schemas and systemd take them, and they agree with each other and
-with the program."""
+"""The examples of deploy/: Docker Compose, Kubernetes' schemas and systemd take them, and they agree with each other
+and with the program."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_worker_and_service_see_the_same_files() -> None:
 
 
 def test_worker_and_service_can_meet() -> None:
-    """The abstract socket needs one network namespace, every socket one user; the image's user is that of the examples."""
+    """The abstract socket needs one network namespace, every socket one user: the image's."""
     loader, worker = (compose()["services"][name] for name in ("loader", "worker"))
     assert (worker["network_mode"], worker["ipc"], loader["ipc"]) == ("service:loader", "service:loader", "shareable")
     assert worker["depends_on"]["loader"]["condition"] == "service_healthy"
@@ -229,8 +229,9 @@ def test_the_service_has_no_more_rights_than_it_needs() -> None:
 
 
 def test_the_memory_that_the_examples_count_is_admitted() -> None:
-    """By the rule of admission itself: of the limit, the reserve stays free beside what is kept and what the process has."""
-    counted = re.search(r"(\d+) GiB kept.*?(\d+) GiB staging\.capacity_bytes, (\d+) GiB for", KUBERNETES.read_text(), re.S)
+    """By the rule of admission itself: beside what is kept and what the process has, the reserve stays free."""
+    figures = r"(\d+) GiB kept.*?(\d+) GiB staging\.capacity_bytes, (\d+) GiB for"
+    counted = re.search(figures, KUBERNETES.read_text(), re.DOTALL)
     assert counted is not None
     kept, staging, process = (int(figure) * GIB for figure in counted.groups())
     assert staging == ServiceConfig.model_fields["staging"].annotation.model_fields["capacity_bytes"].default  # type: ignore[union-attr]
@@ -258,4 +259,5 @@ def test_what_is_started_again_and_how_long_ending_may_take() -> None:
 
 def test_the_document_links_every_example() -> None:
     text = (ROOT / "docs/deployment.md").read_text()
-    assert {name for name in re.findall(r"\]\(\.\./deploy/([^)#]+)\)", text)} == {path.name for path in DEPLOY.iterdir()}
+    linked = re.findall(r"\]\(\.\./deploy/([^)#]+)\)", text)
+    assert sorted(linked) == sorted(path.name for path in DEPLOY.iterdir())

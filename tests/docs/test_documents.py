@@ -18,6 +18,7 @@ OWN = [
     "docs/host-tables.md",
     "docs/integrations.md",
     "docs/drafts-and-sharing.md",
+    "docs/deployment.md",
 ]
 PRAISE = r"\b(?:blazing|lightning|seamless\w*|effortless\w*|powerful|robust|elegant\w*|cutting-edge|simply|easily)\b"
 
