@@ -13,12 +13,12 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_BUILD_CONSTRAINT=/build/constraints.txt
 WORKDIR /build
 COPY constraints.txt ./
-# torch alone, and first: it is most of the image. The default index's build for x86-64 brings CUDA's libraries, some GB,
-# which only pinned memory in this image's own processes needs. The service needs none: give the index of the CPU builds.
+# torch alone, and first: it is most of the image. The default index's build for x86-64 wants CUDA's libraries, some GB,
+# which the service has no use for: give the index of the CPU builds.
 ARG TORCH_INDEX_URL
 RUN python -m venv /opt/loader-service \
- && /opt/loader-service/bin/pip install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
-# The other dependencies, in a layer that a change of the code leaves as it is.
+ && /opt/loader-service/bin/pip install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
+# The other dependencies, torch's own too, in a layer that a change of the code leaves as it is.
 COPY pyproject.toml ./
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
       > requirements.txt \
