@@ -1,21 +1,25 @@
 # Two stages: the first one builds an environment, the second one carries it and nothing that built it.
-#   docker build -t loader-service .
-#   docker run --rm -v /models:/models:ro -v ./my.yaml:/etc/loader.yaml:ro loader-service \
-#     torchrun --nproc-per-node 4 -m loader_service load /etc/loader.yaml --load target
-# Pinned memory in the container needs --ulimit memlock=-1, ranks in one container --shm-size or --ipc=host.
-ARG PYTHON_VERSION=3.11
+#   docker build -t loader-service --build-arg TORCH_INDEX_URL=... .
+#   docker run --rm --network none loader-service loader-service demo --folder /tmp/demo
+# docs/deployment.md says how it is run.
 
-FROM python:${PYTHON_VERSION}-slim AS build
-# For a torch build of another kind: --build-arg PIP_EXTRA_INDEX_URL=... Not set, pip's own default applies.
-ARG PIP_EXTRA_INDEX_URL
+# Both stages stand on it: Python 3.11 to 3.13 as `python`, and apt. A digest makes a build repeatable: BASE=python@sha256:...
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_CONSTRAINT=/build/constraints.txt \
     PIP_BUILD_CONSTRAINT=/build/constraints.txt
 WORKDIR /build
-RUN python -m venv /opt/loader-service
-# The dependencies first, in a layer that a change of the code leaves as it is.
-COPY pyproject.toml constraints.txt ./
+COPY constraints.txt ./
+# torch alone, and first: it is most of the image. The default index's build for x86-64 wants CUDA's libraries, some GB,
+# which the service has no use for: give the index of the CPU builds.
+ARG TORCH_INDEX_URL
+RUN python -m venv /opt/loader-service \
+ && /opt/loader-service/bin/pip install --no-deps ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} torch
+# The other dependencies, torch's own too, in a layer that a change of the code leaves as it is.
+COPY pyproject.toml ./
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
       > requirements.txt \
  && /opt/loader-service/bin/pip install -r requirements.txt
@@ -23,8 +27,9 @@ COPY README.md LICENSE ./
 COPY loader_service/ loader_service/
 RUN /opt/loader-service/bin/pip install --no-deps .
 
-FROM python:${PYTHON_VERSION}-slim AS runtime
+FROM ${BASE} AS runtime
 # tini passes signals on and collects the ranks that torchrun leaves behind: PID 1 must do both.
+# hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends tini \
  && rm -rf /var/lib/apt/lists/* \
@@ -37,9 +42,9 @@ ENV PATH=/opt/loader-service/bin:$PATH \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/loader
-# With LOADER_CONFIG set: can that load be planned, that is, are the checkpoint's mount and its headers in order? It reads
-# no payload. Without: does the program start? LOADER_LOAD names the load, `target` unless set.
-HEALTHCHECK --interval=2m --timeout=60s --start-period=60s --retries=3 \
-  CMD ["sh", "-c", "if [ -n \"$LOADER_CONFIG\" ]; then exec loader-service plan \"$LOADER_CONFIG\" --load \"${LOADER_LOAD:-target}\" --json > /dev/null; else exec loader-service schema --json > /dev/null; fi"]
+STOPSIGNAL SIGTERM
+# Of the service below. A container that runs another command is started with --no-healthcheck.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
+  CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:9595/healthz', timeout=5)"]
 ENTRYPOINT ["tini", "--"]
-CMD ["loader-service", "--help"]
+CMD ["loader-service", "serve", "/etc/loader-service/model.yaml", "--http", "0.0.0.0:9595"]

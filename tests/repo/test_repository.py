@@ -1,13 +1,11 @@
-"""What holds for the repository as a whole: entry points, pins, sizes, the container recipe, what it must not name."""
+"""What holds for the repository as a whole: entry points, pins, sizes, what it must not name."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -129,51 +127,6 @@ def test_hooks_come_from_the_project_and_fetch_nothing() -> None:
     assert [hook["entry"].split()[0] for hook in hooks] == [
         ".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/lint-imports",
     ]  # fmt: skip
-
-
-def dockerfile() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with their arguments, continued lines joined."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line.strip()]
-
-
-def last_stage() -> list[tuple[str, str]]:
-    instructions = dockerfile()
-    start = max(place for place, (name, _) in enumerate(instructions) if name == "FROM")
-    return instructions[start:]
-
-
-def test_image_is_built_in_stages_and_its_last_one_runs_without_root() -> None:
-    assert [name for name, _ in dockerfile()].count("FROM") == 2
-    users = [argument for name, argument in last_stage() if name == "USER"]
-    assert users
-    assert users[-1].split(":")[0] not in {"root", "0"}
-    assert all(not argument.startswith("pip ") for name, argument in last_stage() if name == "RUN")
-
-
-def test_image_takes_any_command_and_looks_after_its_health() -> None:
-    stage = dict(last_stage())
-    assert json.loads(stage["ENTRYPOINT"]) == ["tini", "--"]
-    assert json.loads(stage["CMD"])[0] == "loader-service"
-    check = json.loads(stage["HEALTHCHECK"].split("CMD", 1)[1])
-    assert "loader-service plan" in check[-1]
-    assert "loader-service schema" in check[-1]
-    subprocess.run(["sh", "-n", "-c", check[-1]], check=True)
-
-
-def test_what_the_image_copies_exists_and_reaches_the_build() -> None:
-    sources = [
-        source
-        for name, argument in dockerfile()
-        if name == "COPY" and "--from=" not in argument
-        for source in argument.split()[:-1]
-    ]
-    admitted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert sources
-    for source in sources:
-        assert (ROOT / source).exists(), source
-        assert any(fnmatch(source.rstrip("/"), pattern) for pattern in admitted), f".dockerignore keeps {source} out"
 
 
 def test_console_script_and_licence_are_what_the_package_names() -> None:
