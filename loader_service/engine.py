@@ -7,13 +7,13 @@ that does not return is named by a watchdog and fails the load, whatever phase i
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from loader_service import logs
 from loader_service.agreement.group import Group, GroupChoice, join_group
 from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog, Shard
@@ -38,7 +38,7 @@ from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
 
-log = logging.getLogger("loader_service.engine")
+log = logs.logger("loader_service.engine")
 
 T = TypeVar("T")
 RowReaderT = TypeVar("RowReaderT", bound=RowReader)
@@ -110,6 +110,11 @@ class Engine:
                 f"load '{self.open_load.name}' is still open in this service: leave it first, or use a second service"
             )
 
+    def subject(self, load: str | None = None, phase: str | None = None) -> logs.Subject:
+        """What is logged of this rank, and of a load."""
+        group = self._group
+        return logs.Subject(load, group.rank if group else None, group.world_size if group else None, phase)
+
     async def start(self) -> None:
         """Joins the group and checks that the configuration fits its size; nothing of the checkpoint is touched."""
         self.node = await self.in_thread(node_name, what=BOOT_ID_PATH)
@@ -130,7 +135,8 @@ class Engine:
             if self.open_load is not None:
                 await self.open_load.leave(error)
         finally:
-            await uninterrupted(self._end())
+            with logs.working_on(self.subject()):
+                await uninterrupted(self._end())
 
     async def _end(self) -> None:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""

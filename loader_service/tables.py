@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import cast
 
 import torch
 
+from loader_service import logs
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
@@ -41,7 +41,7 @@ from loader_service.rows import Reading, RowReader
 from loader_service.sizes import format_size
 from loader_service.sources import held_alone
 
-log = logging.getLogger("loader_service.tables")
+log = logs.logger("loader_service.tables")
 
 _FINAL = "the ranks' verdict ended the table"
 _LOOK_EVERY_S = 0.25
@@ -71,7 +71,7 @@ class TableRun:
         self._engine = engine
         self._load = load
         self._name = name
-        self._phase = Phase.CONFIG
+        self._phase, self._subject = Phase.CONFIG, engine.subject(load, Phase.CONFIG.value)
         self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
         self._session: Session | None = None
         self._door: Door | None = None
@@ -85,6 +85,13 @@ class TableRun:
 
     async def run(self) -> HostTable:
         """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
+        with logs.working_on(self._subject):
+            return await self._run()
+
+    def _come_to(self, phase: Phase) -> None:
+        self._phase, self._subject.phase = phase, phase.value
+
+    async def _run(self) -> HostTable:
         engine, task = self._engine, asyncio.current_task()
         assert task is not None
         self._task = task
@@ -151,16 +158,16 @@ class TableRun:
         engine = self._engine
         told = [cast("Mapping[str, object]", facts) for facts in met.listed or ()]
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
-        self._phase = Phase.CATALOG
+        self._come_to(Phase.CATALOG)
         catalog = await opening.catalog()
-        self._phase = Phase.PLAN
+        self._come_to(Phase.PLAN)
         plan = await opening.plan(catalog)
         pin = PinPolicy(engine.config.staging.pin, engine.pinner, f"host table '{self._name}'")
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
             await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
         agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._supply())
-        self._phase = Phase.OPEN
+        self._come_to(Phase.OPEN)
         if part is None:
             raise self._no_table()
         hosts = self._admit(plan, [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()])
@@ -168,12 +175,12 @@ class TableRun:
         ranges = await self._allocate(session, plan, part, hosts)
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
-        self._phase = Phase.READ
+        self._come_to(Phase.READ)
         may_drop = part.layout == "per_rank" and held_alone(plan, part, engine.group.rank)
         reader = engine.row_reader(RowReader, may_drop=may_drop)
         await self._read(session, reader, plan, part, ranges)
         await session.exchange(Phase.READ, PhaseRecord())
-        self._phase = Phase.FINISH
+        self._come_to(Phase.FINISH)
         pinned = await engine.in_thread(lambda: self._pin(pin), what="pinning a table")
         dtype = _dtype(part)
         await session.exchange(Phase.FINISH, PhaseRecord())

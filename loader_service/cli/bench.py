@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from loader_service import logs
 from loader_service.agreed import as_reported
 from loader_service.cli import ranks
 from loader_service.cli.bench_figures import Bench, RankRound
@@ -41,7 +41,7 @@ from loader_service.sizes import parse_size
 from loader_service.stream import Load
 from loader_service.timeline import Recorder, Sample, shares, timeline_of
 
-log = logging.getLogger("loader_service.bench")
+log = logs.logger("loader_service.bench")
 
 Form = Literal["owned", "batches"]
 
@@ -108,10 +108,9 @@ class _BenchProcess(RankProcess):
     def __init__(
         self, options: BenchOptions, place: ranks.Place, config: ServiceConfig, load: str, most_bytes: int
     ) -> None:
-        super().__init__(options, place, Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX), config.agreement)
+        super().__init__(options, place, Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX), config.agreement, load=load)
         self._options = options
         self._config = config
-        self._name = load
         self._most_bytes = most_bytes
         self._others: Literal["gather", "load", "hear"] = "gather"  # what they wait in; or they hear of it anyway
         self._files: list[str] = []
@@ -137,7 +136,7 @@ class _BenchProcess(RankProcess):
             async def note(verdict: LoaderError | None) -> None:
                 self._later_failure = verdict
 
-            await ranks.tell_others(self._place, self._name, as_reported(error), note)
+            await ranks.tell_others(self._place, self._load_name, as_reported(error), note)
 
     def _stop_measuring(self) -> None:
         self._stop.set()
@@ -146,7 +145,7 @@ class _BenchProcess(RankProcess):
 
     async def _measure(self) -> None:
         place, options = self._place, self._options
-        plan = await self._in_thread(lambda: plan_of(self._config, self._name, place.world_size))
+        plan = await self._in_thread(lambda: plan_of(self._config, self._load_name, place.world_size))
         self._files = sorted(_sizes(plan, [place.rank]))
         self._payload_bytes = plan.for_rank(place.rank).payload_bytes
         node = await self._in_thread(node_name)
@@ -156,9 +155,9 @@ class _BenchProcess(RankProcess):
         if place.rank == 0:
             machine = await self._in_thread(lambda: this_machine(self._files))
             files_bytes = sum(_sizes(plan, here).values())
-            path = _in_words(self._config.checkpoint_of(self._name).path)
+            path = _in_words(self._config.checkpoint_of(self._load_name).path)
             now = datetime.now().astimezone().isoformat(timespec="seconds")
-            bench = Bench(path, now, self._name, options.form, options.cache, here, machine, files_bytes)
+            bench = Bench(path, now, self._load_name, options.form, options.cache, here, machine, files_bytes)
         for number in range(options.rounds):
             log.info("round %d of %d", number + 1, options.rounds)
             if number % 2:
@@ -192,7 +191,7 @@ class _BenchProcess(RankProcess):
         await self._meet({"rank": self._place.rank})
         self._others = "load"
         async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
-            self._load = load = service.open(self._name)
+            self._load = load = service.open(self._load_name)
             self._others = "hear"
             with Recorder(lambda: load.counters) as recorder:
                 async with load:

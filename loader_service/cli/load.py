@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,13 +130,15 @@ class _LoadProcess(RankProcess):
         load: str,
         known: CheckpointManifest | None,
     ) -> None:
-        super().__init__(options, place, Meeting(load), config.agreement)
+        super().__init__(options, place, Meeting(load), config.agreement, load=load)
         self._options = options
         self._known = known
         self._config = config
-        self._name = load
-        self._progress: LoadProgress = progress_of(load, shown=place.rank == 0)
+        self._progress: LoadProgress = progress_of(load, shown=place.rank == 0, others=self._known_of_all)
         self._gathering = False
+
+    def _known_of_all(self) -> Mapping[int, tuple[int, int]]:
+        return self._load.done_by_rank if self._load is not None else {}
 
     def _tick(self) -> None:
         self._progress.waits_for(self._load.waits_for if self._load is not None else None)
@@ -181,7 +183,7 @@ class _LoadProcess(RankProcess):
     async def _run(self) -> tuple[LoadReport, Manifest | None]:
         options = self._options
         async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
-            self._load = load = service.open(self._name)
+            self._load = load = service.open(self._load_name)
             async with load:
                 plan = load.plan.for_rank(self._place.rank)
                 manifest = Manifest(plan) if options.manifest is not None else None
