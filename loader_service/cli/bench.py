@@ -39,14 +39,12 @@ from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.sizes import parse_size
 from loader_service.stream import Load
-from loader_service.timeline import Recorder, Sample, shares, timeline_of
+from loader_service.timeline import Recorder, Sample, shares, steps_of, timeline_of
 
 log = logs.logger("loader_service.bench")
 
 Form = Literal["owned", "batches"]
 
-MOST_STEPS = 160
-_ALL_STEPS = 2560  # of all ranks' timelines together: they travel to rank 0
 _BESIDE_BYTES = 64 << 20  # what a load has in memory beside its staging
 _SUFFIX = ".safetensors"
 
@@ -222,10 +220,13 @@ class _BenchProcess(RankProcess):
     def _round(self, load: Load, samples: Sequence[Sample], cached: float | None, tables: int) -> RankRound:
         report = load.report
         opened_s = sum(spent for name, spent in report.phases.items() if name not in ("read", "finish"))
-        steps = min(MOST_STEPS, max(16, _ALL_STEPS // self._place.world_size))
         capacity_bytes = self._config.staging.capacity_bytes
         timeline = timeline_of(
-            samples, rank=report.rank, phases=report.phases, capacity_bytes=capacity_bytes, steps=steps
+            samples,
+            rank=report.rank,
+            phases=report.phases,
+            capacity_bytes=capacity_bytes,
+            steps=steps_of(report.world_size),
         )
         return RankRound.of(report, samples[-1].cpu_s, cached, shares(samples, opened_s), timeline, tables)
 

@@ -141,6 +141,12 @@ def load_command(
         ByChecksum | None,
         typer.Option("--checksum", help="What --against compares whole tensors by (default: crc32); slices by CRC-32."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a picture of it, all ranks on one page: what was read, and when."
+        ),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -154,7 +160,9 @@ def load_command(
         by = ByChecksum.CRC32 if checksum is None else checksum
         if checksum is not None and against is None:
             raise ConfigError("--checksum says what --against compares by: give --against MANIFEST too")
-        return run_load(LoadOptions(config, load, verify, manifest, against, by.value, as_json=json, debug=debug))
+        return run_load(
+            LoadOptions(config, load, verify, manifest, against, by.value, as_json=json, debug=debug, html=html)
+        )
 
     return Invocation(work, json, debug, log_level, log_format, tells_others=True)
 

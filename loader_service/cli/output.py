@@ -17,6 +17,8 @@ from loader_service.errors import ConfigError, FailureRecord, LoaderError
 
 PROGRAM = "loader-service"
 
+log = logs.logger("loader_service.cli")
+
 
 class Stderr:
     """How this process writes to stderr, whatever it writes there: one for each command line."""
@@ -92,8 +94,8 @@ def line_of(
     if not Stderr.json:
         return text
     exc_info = None if error is None else (type(error), error, error.__traceback__)
-    record = logging.LogRecord("loader_service.cli", level, "", 0, text, (), exc_info)
-    vars(record).update(logs.fields() | dict(fields))
+    extra = logs.fields() | dict(fields)
+    record = log.logger.makeRecord(log.logger.name, level, __file__, 0, text, (), exc_info, extra=extra)
     return logs.JsonFormatter().format(record)
 
 

@@ -80,7 +80,7 @@ def behind(done: Done, seconds: float) -> dict[int, int]:
     if not shares:
         return {}
     middle = statistics.median_high(shares.values())
-    found = {rank: int((middle - shares[rank]) * of_all) for rank, (_, of_all) in done.items()}
+    found = {rank: round((middle - shares[rank]) * of_all) for rank, (_, of_all) in done.items()}
     old_s = _HEARTBEATS_S / max(seconds, _HEARTBEATS_S)
     late = [rank for rank, lag in found.items() if lag > done[rank][0] * old_s]
     return {rank: found[rank] for rank in sorted(late, key=lambda rank: (-found[rank], rank))}
