@@ -179,7 +179,12 @@ class TestLines:
         (line,) = caplog.messages
         assert line.endswith("0.10 GiB/s, 10 s left; waiting for rank 1; behind: rank 1 2.00 GiB")
         (record,) = caplog.records
-        expected = {"done_bytes": 3 * GIB, "total_bytes": 4 * GIB, "bytes_per_s": GIB // 10, "left_s": 10.0}
+        expected: dict[str, object] = {
+            "done_bytes": 3 * GIB,
+            "total_bytes": 4 * GIB,
+            "bytes_per_s": GIB // 10,
+            "left_s": 10.0,
+        }
         expected |= {"tensors": 0, "waiting_for": 1, "behind_bytes": {1: 2 * GIB}, "phase": "read"}
         assert {name: getattr(record, name) for name in expected} == expected
 
