@@ -16,6 +16,7 @@ from loader_service.planning.plan import LoadPlan
 from loader_service.sizes import format_rate, format_size
 from loader_service.timeline import Timeline
 
+_TIME = "Each rank's time counts from when it entered the load. What it then waits for others is in its phase config."
 Report = Mapping[str, Any]
 """What `load --json` prints of a rank."""
 
@@ -56,7 +57,7 @@ def page_of(
     ]
     body = (
         f"{table(*_rows(reports))}<details>\n<summary>Policies</summary>\n{paragraphs(_policies(reports))}</details>\n"
-        f"<h2>Over time</h2>\n{over_time([load.timeline for load in loads if load.timeline])}"
+        f"<h2>Over time</h2>\n{paragraphs([_TIME])}{over_time([load.timeline for load in loads if load.timeline])}"
         f"<h2>Who read what</h2>\n{paragraphs([*sentences(figures), *notes])}{strips(figures)}"
     )
     return document(f"Load {in_short(plan)}: what was read, and when", said, body, style=TIME_STYLE + PLAN_STYLE)
@@ -70,7 +71,7 @@ def _in_all(reports: Sequence[Report]) -> str:
     if len(reports) == 1:
         return f"{found}."
     last = max(reports, key=lambda report: report["seconds"])["rank"]
-    return f"{found} on all ranks together. Rank {last} was the last."
+    return f"{found} on all ranks together. Rank {last} took longest."
 
 
 def _shared(reports: Sequence[Report]) -> Iterator[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.progress import ProgressColumn as RichColumn
+from rich.table import Column
 from rich.text import Text
 
 from loader_service import logs
@@ -61,12 +61,12 @@ def progress_of(load: str, *, shown: bool, others: Callable[[], Done] = dict) ->
     of all ranks."""
     if not shown:
         return _NoProgress()
-    return _BarProgress(f"load {load}", others=others) if _watched() else _LineProgress(f"load '{load}'", others)
+    return _BarProgress(f"load {load}", others) if _watched() else _LineProgress(f"load '{load}'", others)
 
 
 def hashing_progress() -> LoadProgress:
     """The same, of files that are read to be hashed."""
-    return _BarProgress("manifest", counts="") if _watched() else _LineProgress("manifest", tensors=False)
+    return _BarProgress("manifest", tensors=False) if _watched() else _LineProgress("manifest", tensors=False)
 
 
 def _watched() -> bool:
@@ -187,28 +187,23 @@ class _LineProgress(_NoProgress):
 
 
 class _BarProgress:
-    """A live bar. Log lines that come meanwhile are printed above it."""
+    """A live bar, and under it what else there is to say. Log lines that come meanwhile are printed above it."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        counts: str = "{task.fields[tensors]} tensors{task.fields[rows]}{task.fields[slowest]}{task.fields[behind]}",
-        others: Callable[[], Done] = dict,
-    ) -> None:
-        self._progress = Progress(
+    def __init__(self, what: str, others: Callable[[], Done] = dict, *, tensors: bool = True) -> None:
+        self._progress = _Bar(
             TextColumn("{task.description}"),
             BarColumn(),
-            _DoneColumn(),
-            _RateColumn(),
-            TextColumn(counts),
+            _DoneColumn(table_column=Column(no_wrap=True)),
+            _RateColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[tensors]} tensors" if tensors else ""),
             TimeRemainingColumn(),
             console=Console(file=sys.stderr),
             redirect_stdout=False,
         )
-        self._task = self._progress.add_task(what, total=None, tensors=0, rows="", slowest="", behind="")
+        self._task = self._progress.add_task(what, total=None, tensors=0)
         self._tensors = 0
         self._others = others
+        self._rows = self._slowest = self._behind = ""
         self._started_s = self._looked_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -218,6 +213,7 @@ class _BarProgress:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._progress.note = ""
         self._progress.stop()
 
     def begin(self, total_bytes: int) -> None:
@@ -225,25 +221,35 @@ class _BarProgress:
         self._progress.update(self._task, total=total_bytes)
 
     def rows_of(self, table: str) -> None:
-        self._progress.update(self._task, rows=f", rows of {escape(table)}")
+        self._rows = f"reading rows of '{table}'"
 
     def advance(self, nbytes: int) -> None:
         self._progress.update(self._task, advance=nbytes)
 
     def tensor_done(self) -> None:
         self._tensors += 1
-        self._progress.update(self._task, tensors=self._tensors, rows="")
+        self._rows = ""
+        self._progress.update(self._task, tensors=self._tensors)
 
     def waits_for(self, rank: int | None) -> None:
-        self._progress.update(self._task, slowest="" if rank is None else f", waiting for rank {rank}")
+        self._slowest = "" if rank is None else f"waiting for rank {rank}"
 
     def tick(self) -> None:
         """The bar refreshes itself; who is behind changes more slowly."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= _LAG_EVERY_S:
             self._looked_s = now_s
-            text = behind_text(behind(self._others(), now_s - self._started_s))
-            self._progress.update(self._task, behind=f", {text}" if text else "")
+            self._behind = behind_text(behind(self._others(), now_s - self._started_s))
+        self._progress.note = "; ".join(filter(None, (self._rows, self._slowest, self._behind)))
+
+
+class _Bar(Progress):
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.note:
+            yield Text(self.note, no_wrap=True, overflow="ellipsis")
 
 
 class _DoneColumn(RichColumn):

@@ -11,7 +11,7 @@ import pytest
 
 from loader_service.cli import app, progress
 from loader_service.sizes import format_size
-from tests.cli.support import write_config, write_small_checkpoint
+from tests.cli.support import wait_until, write_config, write_small_checkpoint
 
 GIB = 1 << 30
 
@@ -89,16 +89,19 @@ def test_a_bar_says_who_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
     bar = progress.progress_of("target", shown=True, others=lambda: {0: (3 * GIB, 4 * GIB), 1: (GIB, 4 * GIB)})
     bar.begin(4 * GIB)
     with bar:
         bar.advance(3 * GIB)
-        now[0] += 30
+        bar.waits_for(1)
+        bar.rows_of("[bold]t")
+        bar._started_s = bar._looked_s = 0.0  # type: ignore[attr-defined]
         bar.tick()
+        wait_until(lambda: "behind" in terminal.getvalue())  # it is drawn now and then
+        bar.tensor_done()
     assert "3.00 GiB of 4.00 GiB" in terminal.getvalue()
-    assert "behind: rank 1 2.00 GiB" in terminal.getvalue()
+    assert "reading rows of '[bold]t'; waiting for rank 1; behind: rank 1 2.00 GiB" in terminal.getvalue()
+    assert "behind" not in terminal.getvalue().splitlines()[-1]
 
 
 class TestLines:
