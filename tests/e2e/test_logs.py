@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 import loader_service as ls
 from tests.e2e.seats import Seat, all_of, make_seats, values
@@ -22,14 +23,16 @@ async def test_records_of_two_ranks_say_which_load_rank_and_phase(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "loader_service")
-    config = awkward_checkpoint(tmp_path).config(reads={"access": "direct", "sharing": "none"})
+    rules = [{"match": "embed.*", "host_resident": {"layout": "per_rank"}}]
+    config = awkward_checkpoint(tmp_path).config({"rules": rules}, reads={"access": "direct", "sharing": "none"})
     seats = make_seats(2)
     seats[1].storage.fail("*", errno.EINVAL, operation="open direct", times=None)
 
     async def run(seat: Seat) -> None:
         async with seat.service(config) as service, service.open("target") as load:
-            async for _ in load:
-                pass
+            async for _, value in load:
+                if isinstance(value, ls.RowSource):
+                    await value.aread_rows_into(torch.empty(value.shape, dtype=value.dtype), 0)
 
     values(await all_of(seats, run))
     known = [record for record in caplog.records if getattr(record, "load", None) is not None]
@@ -43,7 +46,7 @@ async def test_records_of_two_ranks_say_which_load_rank_and_phase(
         assert list(dict.fromkeys(phases)) == PHASES
     # From a reading thread, which works for one service after another.
     fallen_back = [record for record in caplog.records if "is read through the page cache" in record.getMessage()]
-    assert fallen_back
+    assert len(fallen_back) == 3, "both files of what is streamed, and the one of the table"
     assert {(record.load, record.rank, record.phase) for record in fallen_back} == {("target", 1, "read")}  # type: ignore[attr-defined]
     assert {record.threadName.rstrip("0123456789") for record in fallen_back} == {"loader-read-"}  # type: ignore[union-attr]
     lines = [json.loads(ls.JsonFormatter().format(record)) for record in known]
