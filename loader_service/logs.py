@@ -72,15 +72,16 @@ def logger(name: str) -> _Log:
     return _Log(logging.getLogger(name), {})
 
 
-_OF_EVERY_RECORD: Final = frozenset({*vars(logging.makeLogRecord({})), "asctime", "message", "taskName"})
+_OWN: Final = ("time", "level", "logger", "message")  # what no `extra` replaces
+_OF_EVERY_RECORD: Final = frozenset({*vars(logging.makeLogRecord({})), "asctime", "taskName", *_OWN})
 
 
 class JsonFormatter(logging.Formatter):
     """A record as one JSON object on one line, in ASCII, for whoever collects logs.
 
     `time` (ISO 8601, UTC), `level`, `logger` and `message`; `load`, `rank`, `world_size` and `phase` where they are
-    known; whatever else was given as `extra`; of an exception `error` (its class), `traceback` and, if it is the
-    loader's, what it names: `path`, `tensor`, `errno`. Usable for all loggers of a process.
+    known; whatever else was given as `extra` under another name; of an exception `error` (its class), `traceback` and,
+    if it is the loader's, what it names: `path`, `tensor`, `errno`. Usable for all loggers of a process.
     """
 
     def format(self, record: logging.LogRecord) -> str:

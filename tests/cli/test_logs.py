@@ -31,7 +31,9 @@ def formatted(**more: Any) -> dict[str, Any]:
 
 
 def test_a_record_is_one_line_with_what_is_known() -> None:
-    found = formatted(load="targét", rank=0, world_size=None, phase="read", path=Path("/x"), created=0.25)
+    found = formatted(
+        load="targét", rank=0, world_size=None, phase="read", path=Path("/x"), created=0.25, time=7, level="x"
+    )
     assert found == {
         "time": "1970-01-01T00:00:00.250+00:00",
         "level": "WARNING",
