@@ -30,7 +30,7 @@ STYLE = """
 # Lines differ in dashes as well as in colour.
 _DASHES = ("", "6 3", "2 2")
 _OPEN_RANKS = 4  # shown unfolded
-NONE: Mapping[int, float] = MappingProxyType({})
+_NO_TOPS: Mapping[int, float] = MappingProxyType({})
 _PHASES = ("config", "catalog", "plan", "open", "read", "finish")
 
 
@@ -74,7 +74,7 @@ def render(page: Page) -> str:
     return document(page.title, page.sentences, body, style=STYLE)
 
 
-def over_time(timelines: Sequence[Timeline], tops_gib_per_s: Mapping[int, float] = NONE, top_name: str = "") -> str:
+def over_time(timelines: Sequence[Timeline], tops_gib_per_s: Mapping[int, float] = _NO_TOPS, top_name: str = "") -> str:
     """Each rank's load over time as markup, in `STYLE`: its phases and its charts, with the limits as in a `Page`."""
     return "".join(
         _rank(each, tops_gib_per_s.get(each.rank), top_name, unfolded=i < _OPEN_RANKS)
