@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from loader_service.errors import ReadError as ReadError
     from loader_service.errors import StateError as StateError
     from loader_service.filling import TensorSpec as TensorSpec
+    from loader_service.logs import JsonFormatter as JsonFormatter
     from loader_service.memory.events import DeviceEvent as DeviceEvent
     from loader_service.memory.process_cache import clear_weight_cache as clear_weight_cache
     from loader_service.planning.plan import LoadPlan as LoadPlan
@@ -79,6 +80,7 @@ _HOMES = {
         "StateError",
     ),
     "filling": ("TensorSpec",),
+    "logs": ("JsonFormatter",),
     "memory.process_cache": ("clear_weight_cache",),
     "memory.events": ("DeviceEvent",),
     "planning.plan": ("LoadPlan", "RankPlan"),

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
+from loader_service import logs
 from loader_service.errors import MemoryLimitError, StateError, text_of
 
 try:
@@ -27,7 +27,7 @@ except ImportError:  # a dependency on Linux and macOS only
 
 T = TypeVar("T")
 
-log = logging.getLogger("loader_service.bridge")
+log = logs.logger("loader_service.bridge")
 
 _OWN_THREADS = ("loader-service", "loader-read-", "loader-plan-", "loader-close-", "loader-memory", "loader-agreement-")
 

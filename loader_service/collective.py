@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from typing import Generic, TypeVar
 
+from loader_service import logs
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import Phase, Verdict, error_of
 from loader_service.agreement.session import Session
@@ -20,7 +20,7 @@ from loader_service.errors import LoaderError, StateError, clear_frames
 from loader_service.opening import Opening
 from loader_service.rows import Reading
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Collective(Generic[T]):
         self._engine = engine
         self._load = load
         self._what = what
-        self._phase = Phase.CONFIG
+        self._phase, self._subject = Phase.CONFIG, engine.subject(load, Phase.CONFIG.value)
         self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
         self._session: Session | None = None
         self._readings: list[Reading] = []
@@ -60,6 +60,13 @@ class Collective(Generic[T]):
 
     async def run(self) -> T:
         """Collective. Raises on every rank or on none, with one cause: see `LoadRun`."""
+        with logs.working_on(self._subject):
+            return await self._run()
+
+    def _come_to(self, phase: Phase) -> None:
+        self._phase, self._subject.phase = phase, phase.value
+
+    async def _run(self) -> T:
         engine, task = self._engine, asyncio.current_task()
         assert task is not None
         self._task = task

@@ -7,14 +7,14 @@ that does not return is named by a watchdog and fails the load, whatever phase i
 from __future__ import annotations
 
 import asyncio
-import logging
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from loader_service import logs
 from loader_service.agreement.group import Group, GroupChoice, join_group
+from loader_service.agreement.node import BOOT_ID_PATH, node_name
 from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog, Shard
 from loader_service.checkpoint.discovery import Kept, read_catalog
@@ -39,7 +39,7 @@ from loader_service.reading.threads import ReadPool
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
 
-log = logging.getLogger("loader_service.engine")
+log = logs.logger("loader_service.engine")
 
 T = TypeVar("T")
 RowReaderT = TypeVar("RowReaderT", bound=RowReader)
@@ -49,7 +49,6 @@ AUTO_THREADS = (
 )
 HEADER_THREADS = 8  # headers are small and latency-bound
 SERVICE_CLOSED = "the service was closed"
-BOOT_ID_PATH = "/proc/sys/kernel/random/boot_id"
 
 
 class OpenLoad(Protocol):
@@ -124,6 +123,11 @@ class Engine:
                 f"load '{self.open_load.name}' is still open in this service: leave it first, or use a second service"
             )
 
+    def subject(self, load: str | None = None, phase: str | None = None) -> logs.Subject:
+        """What is logged of this rank, and of a load."""
+        group = self._group
+        return logs.Subject(load, group.rank if group else None, group.world_size if group else None, phase)
+
     async def start(self) -> None:
         """Joins the group and checks that the configuration fits its size; nothing of the checkpoint is touched."""
         self.node = await self.in_thread(node_name, what=BOOT_ID_PATH)
@@ -144,7 +148,8 @@ class Engine:
             if self.open_load is not None:
                 await self.open_load.leave(error)
         finally:
-            await uninterrupted(self._end())
+            with logs.working_on(self.subject()):
+                await uninterrupted(self._end())
 
     async def _end(self) -> None:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
@@ -390,12 +395,3 @@ def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: i
     if files < AUTO_THREADS:
         return files, f"only {files} files may be open at once (ulimit -n)"
     return AUTO_THREADS, "as many reads in flight as one disk needs"
-
-
-def node_name() -> str:
-    """This host, as ranks compare it: the boot id, which containers on one host share, else the host's name."""
-    try:
-        with open(BOOT_ID_PATH, encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()

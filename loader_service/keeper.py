@@ -7,12 +7,12 @@ host tables alone; which of it, all services decide alike.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
+from loader_service import logs
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord
 from loader_service.agreement.session import Session
 from loader_service.collective import LOOK_EVERY_S, Collective
@@ -41,7 +41,7 @@ from loader_service.rows import RowReader
 from loader_service.sharing.readahead import ReadAhead, Stripe
 from loader_service.sizes import format_size
 
-log = logging.getLogger("loader_service.serve")
+log = logs.logger("loader_service.serve")
 
 _AT_ONCE = 16  # ranges that are being read; each has two chunks a thread queued
 
@@ -205,7 +205,8 @@ class KeepRun(Collective[list[KeptMemory]]):
         now_s = time.monotonic()
         seconds = now_s - self._phase_began_s
         self.status = replace(self.status, phases={**self.status.phases, self._phase.value: seconds})
-        self._phase, self._phase_began_s = phase, now_s
+        self._phase_began_s = now_s
+        self._come_to(phase)
 
     # Before anything is read
 

@@ -5,12 +5,12 @@ Runs on the service's loop. `LoadRun` agrees with the other ranks and says when;
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
+from loader_service import logs
 from loader_service.bridge import Channel
 from loader_service.checkpoint.slices import numbers_of
 from loader_service.engine import Engine
@@ -37,7 +37,7 @@ from loader_service.sizes import format_size
 from loader_service.sources import Tables
 from loader_service.timeline import Counters
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 
 class LoadReading:

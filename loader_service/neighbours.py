@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from loader_service import logs
 from loader_service.agreement.messages import JSON
 from loader_service.agreement.node import MEET_WAIT_S, Card, Door, memory_device, own_process
 from loader_service.agreement.node_connect import connect
@@ -19,7 +19,7 @@ from loader_service.agreement.session import Session
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 _GOODBYE_WAIT_S = 1.0
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from typing import cast
 
 import numpy as np
 
+from loader_service import logs
 from loader_service.agreement.messages import JSON
 from loader_service.engine import Engine
 from loader_service.errors import AgreementError, LoaderError, StateError
@@ -48,7 +48,7 @@ from loader_service.sharing.segment import obtain
 from loader_service.sharing.stage import Stage
 from loader_service.sizes import format_size
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 SLOTS = 4  # of a rank; with fewer a node waits more: 13 % longer with 2, 22 % with 1
 _EXTRA_PART = 20  # of what a node wants: so much may be read twice for its ranks to read each for itself

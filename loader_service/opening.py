@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import cast
 
+from loader_service import logs
 from loader_service.agreed import catalog_record, config_record, plan_record
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
 from loader_service.agreement.session import Session
@@ -14,7 +14,7 @@ from loader_service.engine import Engine
 from loader_service.errors import CheckpointError, ReadError, record_of
 from loader_service.planning.plan import LoadPlan
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 
 class Opening:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -12,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
+from loader_service import logs
 from loader_service.agreement.group import GroupChoice
 from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
@@ -29,7 +29,7 @@ from loader_service.reading.reader import Storage
 from loader_service.sizes import format_size
 from loader_service.version import VERSION
 
-log = logging.getLogger("loader_service.serve")
+log = logs.logger("loader_service.serve")
 
 _BEAT_S: Final = 0.25
 _LAG_KEPT_S: Final = 60.0

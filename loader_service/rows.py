@@ -15,6 +15,7 @@ from typing import Final, Self
 
 import torch
 
+from loader_service import logs
 from loader_service.errors import ConfigError, DestinationError, StateError
 from loader_service.memory.tensors import raw_memory, torch_dtype, why_unwritable
 from loader_service.reading.chunked import Reading
@@ -46,6 +47,7 @@ class RowReader:
         self._threads = threads
         self._chunk_bytes = chunk_bytes
         self._stuck_after_s = stuck_after_s
+        self._subject = logs.subject()  # a load's, or nothing: who reads rows may be at something else
 
     @classmethod
     def standalone(cls, *, threads: int, chunk_bytes: int, drop_page_cache: bool) -> RowReader:
@@ -79,6 +81,7 @@ class RowReader:
         return reading
 
     def _read(self, where: FileRange, view: memoryview) -> None:
+        logs.begin(self._subject)
         self.ranges.read(where, view)
 
 

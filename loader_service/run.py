@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
+from loader_service import logs
 from loader_service.agreed import DESCRIBE, as_reported, attach_verdict
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict, error_of
 from loader_service.agreement.session import Session
@@ -30,7 +31,7 @@ from loader_service.scheduler import Progress
 from loader_service.sources import Tables
 from loader_service.timeline import Counters
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 _FINAL = "the ranks' verdict ended the load"  # why a rank that still enters is cancelled
 
@@ -40,6 +41,7 @@ class LoadRun:
 
     def __init__(self, engine: Engine, load: str) -> None:
         self.name = load
+        self.subject = logs.Subject(load)
         self.progress = Progress()
         self.channel: Channel[OwnedUnit | SlotUnit] = Channel()
         self.exhausted = False  # set by the face on leaving: the consumer has taken everything
@@ -103,6 +105,11 @@ class LoadRun:
 
     async def enter(self) -> None:
         """Agrees on configuration, catalog and plan; collective. After it, every rank can read its part."""
+        self.subject = self._engine.subject(self.name)
+        with logs.working_on(self.subject):
+            await self._enter()
+
+    async def _enter(self) -> None:
         self._started_s = time.monotonic()
         self._entering = asyncio.current_task()
         if (attachment := self._engine.attachment) is not None:
@@ -126,12 +133,13 @@ class LoadRun:
                 sharing = NodeSharing(self._engine, plan, others, held=held)
                 agreed = await opening.agree_on_plan(plan, told=await sharing.facts())
                 self._plan = plan
+                self._session.report_bytes(partial(self._bytes_done, self.rank_plan.payload_bytes))
             with self._timed(Phase.OPEN):
                 opinions = await self._exchange(PhaseRecord(listed=await sharing.opinion(agreed.listed)))
                 sharing.settle(opinions.listed)
                 self._reading = self._make_reading(plan, sharing)
                 await self._reading.begin(met.counts.get("node", {}))
-            self._phase = Phase.READ  # the consumer's body, whatever it does there
+            self._come_to(Phase.READ)  # the consumer's body, whatever it does there
         except BaseException as error:
             self._entering = None
             await self._leave_failed(error)
@@ -201,6 +209,18 @@ class LoadRun:
         if self._phase is not Phase.READ or self._leaving or self._left:
             raise StateError(f"load '{self.name}' is not open: consume it inside its `with` block")
 
+    def _bytes_done(self, of_all: int) -> tuple[int, int]:
+        """What is ready for the consumer or was taken, and of how many; from any thread."""
+        return min(of_all, self.progress.handed_bytes + self._table_bytes), of_all
+
+    @property
+    def _table_bytes(self) -> int:
+        return self.tables.payload_bytes if self.tables else 0
+
+    @property
+    def done_by_rank(self) -> Mapping[int, tuple[int, int]]:
+        return self._session.done_by_rank if self._session is not None else {}
+
     def _report_progress(self) -> None:
         if self._session is not None and self._reading is not None:
             self._session.report_progress(self._reading.progress)
@@ -214,8 +234,11 @@ class LoadRun:
         body has swallowed. May be called from several places at once (a service that closes while an abandoned
         generator is ended): all of them wait for the one end, and an error of any of them is this rank's failure.
         """
-        if not self.open:
-            return
+        if self.open:
+            with logs.working_on(self.subject):
+                await self._leave(error)
+
+    async def _leave(self, error: BaseException | None) -> None:
         clean = error is None or issubclass(type(error), GeneratorExit)  # an abandoned generator: a `break`
         again, self._leaving = self._leaving, True
         if not clean:
@@ -318,11 +341,15 @@ class LoadRun:
         if self._telling is not None:
             self._telling.end(self.report() if error is None else None, error)
 
+    def _come_to(self, phase: Phase) -> None:
+        self._phase = phase
+        self.subject.phase = phase.value
+
     # Reporting
 
     @contextlib.contextmanager
     def _timed(self, phase: Phase) -> Iterator[None]:
-        self._phase = phase
+        self._come_to(phase)
         log.debug("load '%s': %s started", self.name, phase.value)
         started = time.monotonic()
         if phase is Phase.READ and Phase.OPEN.value in self._phases:
@@ -348,14 +375,13 @@ class LoadRun:
         plan, reading = self.plan, self._reading
         shards = plan.catalog.shards
         read = sorted(reading.shards_read) if reading is not None else []
-        table_bytes = self.tables.payload_bytes if self.tables else 0
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s
         return LoadReport(
             load=self.name,
             rank=self._engine.group.rank,
             world_size=self._engine.group.world_size,
             tensors=self.progress.tensors,
-            payload_bytes=self.progress.payload_bytes + table_bytes,
+            payload_bytes=self.progress.payload_bytes + self._table_bytes,
             read_bytes=reading.read_bytes if reading is not None else 0,
             striped_bytes=reading.striped_bytes if reading is not None else 0,
             files_opened=len(read),

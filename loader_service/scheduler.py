@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, cast
 
+from loader_service import logs
 from loader_service.bridge import Channel
 from loader_service.checkpoint.catalog import Shard
 from loader_service.config.schema import ReadsConfig
@@ -26,7 +26,7 @@ from loader_service.memory.pool import Lease
 from loader_service.planning.plan import RankPlan
 from loader_service.transfers import BlockTransfer, CopyTransfer, Transfer
 
-log = logging.getLogger("loader_service.scheduler")
+log = logs.logger("loader_service.scheduler")
 
 QUEUED_A_THREAD = 4  # transfers submitted ahead for each reading thread: enough that none runs dry
 

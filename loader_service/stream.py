@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import torch
 
+from loader_service import logs
 from loader_service.batches import Batch
 from loader_service.bridge import ChannelClosed, ServiceLoop
 from loader_service.destinations import check_destinations
@@ -160,6 +161,13 @@ class _Face:
         return self._run.slowest
 
     @property
+    def done_by_rank(self) -> Mapping[int, tuple[int, int]]:
+        """On rank 0, by rank: how many payload bytes lay ready for its consumer or were taken, and of how many, as it
+        said in its last heartbeat, a second or two ago while all is well. Ranks that have no plan yet are not in it.
+        Empty on the other ranks, and on one that is alone."""
+        return self._run.done_by_rank
+
+    @property
     def tables(self) -> Mapping[str, RowSource]:
         """This rank's host-resident tables by name, in plan order: sources to read rows from, also while the load is
         consumed, and until the service closes. StateError before the load is entered."""
@@ -190,10 +198,11 @@ class _Face:
         self._claimed = True
 
         def start() -> None:
-            try:
-                fill()
-            except Exception as error:  # noqa: BLE001 - the consumer raises it
-                self._run.channel.fail(error)
+            with logs.working_on(self._run.subject):
+                try:
+                    fill()
+                except Exception as error:  # noqa: BLE001 - the consumer raises it
+                    self._run.channel.fail(error)
 
         self._loop.post(start)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import cast
 
 import torch
 
+from loader_service import logs
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
 from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
 from loader_service.agreement.protocol import SUSPECT_S
@@ -39,7 +39,7 @@ from loader_service.rows import RowReader
 from loader_service.sizes import format_size
 from loader_service.sources import held_alone
 
-log = logging.getLogger("loader_service.tables")
+log = logs.logger("loader_service.tables")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ class TableRun(Collective[HostTable]):
         engine = self._engine
         told = [cast("Mapping[str, object]", facts) for facts in met.listed or ()]
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
-        self._phase = Phase.CATALOG
+        self._come_to(Phase.CATALOG)
         catalog = await opening.catalog()
-        self._phase = Phase.PLAN
+        self._come_to(Phase.PLAN)
         plan = await opening.plan(catalog)
         pin = PinPolicy(engine.config.staging.pin, engine.pinner, f"host table '{self._name}'")
         part = plan.table(self._name, engine.group.rank)
@@ -122,7 +122,7 @@ class TableRun(Collective[HostTable]):
             await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
             await engine.in_thread(lambda: self._look_for(plan, part), what="mapping what the service keeps")
         agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._supply())
-        self._phase = Phase.OPEN
+        self._come_to(Phase.OPEN)
         if part is None:
             raise self._no_table()
         engine.size_threads(met.counts.get("node", {}))
@@ -134,12 +134,12 @@ class TableRun(Collective[HostTable]):
             ranges = await self._allocate(session, plan, part, self._admit(plan, told))
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
-        self._phase = Phase.READ
+        self._come_to(Phase.READ)
         may_drop = part.layout == "per_rank" and held_alone(plan, part, engine.group.rank)
         reader = engine.row_reader(RowReader, may_drop=may_drop)
         await self._read(session, reader, plan, part, ranges)
         await session.exchange(Phase.READ, PhaseRecord())
-        self._phase = Phase.FINISH
+        self._come_to(Phase.FINISH)
         pinned = await engine.in_thread(lambda: self._pin(pin), what="pinning a table")
         dtype = _dtype(part)
         await session.exchange(Phase.FINISH, PhaseRecord())

@@ -15,6 +15,8 @@ from typing import Self
 
 LOOK_EVERY_S = 0.008
 LEAST_STEP_S = 0.02  # shorter ones would show single reads as peaks
+MOST_STEPS = 160
+_ALL_STEPS = 2560  # of all ranks' timelines together: they travel to rank 0
 MOST_SAMPLES = 8192  # of a load that takes longer, every second look is kept, then every fourth, ...
 
 
@@ -193,8 +195,13 @@ _FLOWS = ("read_bytes", "filled_bytes", "taken_bytes")
 _LEVELS = ("in_flight", "queued", "held_bytes", "consumer_waits", "waits_for_memory")
 
 
+def steps_of(world_size: int) -> int:
+    """How many steps the timeline of each of so many ranks has, where all of them travel to one rank."""
+    return min(MOST_STEPS, max(16, _ALL_STEPS // world_size))
+
+
 def timeline_of(
-    samples: Sequence[Sample], *, rank: int, phases: Mapping[str, float], capacity_bytes: int, steps: int = 160
+    samples: Sequence[Sample], *, rank: int, phases: Mapping[str, float], capacity_bytes: int, steps: int = MOST_STEPS
 ) -> Timeline:
     """The recording in `steps` equal steps, fewer where it is short. What a step has of two samples is shared out by
     time."""

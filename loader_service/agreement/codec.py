@@ -74,6 +74,7 @@ def encode_status(status: Status) -> bytes:
         "at": list(status.at),
         "failure": _failure_json(status.failure),
         "dead": list(status.dead[:MAX_DEAD_RANKS]),
+        "done": list(status.done),
     }
     return _dump(value, MAX_STATUS_BYTES, "the status")
 
@@ -215,7 +216,7 @@ def decode_record(data: bytes) -> Record:
 def decode_status(data: bytes) -> Status:
     """The heartbeat that another rank sent."""
     value = _load(data, MAX_STATUS_BYTES, "the status")
-    _expect(value, frozenset({"beat", "moved", "progress", "at", "failure", "dead"}), "the status")
+    _expect(value, frozenset({"beat", "moved", "progress", "at", "failure", "dead", "done"}), "the status")
     return Status(
         _integer(value["beat"], "beat"),
         _integer(value["moved"], "moved"),
@@ -223,6 +224,7 @@ def decode_status(data: bytes) -> Status:
         _pair(value["at"], "at"),
         _failure(value["failure"]),
         _ranks(value["dead"], "dead"),
+        _pair(value["done"], "done"),
     )
 
 

@@ -97,6 +97,11 @@ class Leader:
             if failure.kind == "died" or (failure.kind == "timeout" and not watches[rank].heard)
         )
 
+    @property
+    def done_by_rank(self) -> dict[int, tuple[int, int]]:
+        """What ranks have said of how many bytes they have, and of how many; those alone that know it."""
+        return {rank: watch.done for rank, watch in self._lookout.watches.items() if watch.done[1]}
+
     def start(self) -> list[Effect]:
         return [self._collect_records()]
 

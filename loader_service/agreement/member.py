@@ -97,8 +97,8 @@ class Member:
         failures |= {rank: process_ended(rank, self.phase, self._progress_of(rank)) for rank in self.dead}
         return self.declare(choose_cause(failures)) if failures else []
 
-    def status(self, beat: int, moved: int, progress: str) -> Status:
-        return Status(beat, moved, progress, self.at, self.failure, self.dead)
+    def status(self, beat: int, moved: int, progress: str, done: tuple[int, int] = (0, 0)) -> Status:
+        return Status(beat, moved, progress, self.at, self.failure, self.dead, done)
 
     def on_entry(self, entry: Entry) -> list[Effect]:
         """`entry` stands in the log at the next place."""

@@ -16,7 +16,7 @@ from loader_service.errors import AgreementError, FailureRecord, LoaderError, Ra
 
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """In every message: raised when messages or phases change, so that ranks of mixed versions end with a clear cause. The
 FINAL verdict is read whatever its version says: its fields never change, so that every rank can read why it ends."""
 
@@ -156,7 +156,8 @@ class Status:
     """A rank's heartbeat: `beat` grows while the rank lives, `moved` while it progresses.
 
     `at` is (phase position, attempt) of the last record it sent, (-1, 0) before the first; `failure` is its FAIL;
-    `dead` are the ranks whose process it has seen end without a word.
+    `dead` are the ranks whose process it has seen end without a word; `done` is how many bytes are ready for its
+    consumer, and of how many, (0, 0) before that is known.
     """
 
     beat: int
@@ -165,6 +166,7 @@ class Status:
     at: tuple[int, int]
     failure: Failure | None
     dead: tuple[int, ...] = ()
+    done: tuple[int, int] = (0, 0)
 
 
 def entry_key(sequence: int) -> str:

@@ -29,6 +29,7 @@ from loader_service.errors import OUT_OF_FILES, LoaderError, MemoryLimitError
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
 NETWORK: Final = Path("/proc/self/ns/net")
 PROCESSES: Final = Path("/proc/self/ns/pid")
+BOOT_ID_PATH: Final = "/proc/sys/kernel/random/boot_id"
 MEET_WAIT_S: Final = 10.0
 _LOOK_EVERY_S: Final = 0.1
 WELCOME: Final = b"welcome"
@@ -61,6 +62,15 @@ class Card:
     def may_share(self, other: Card) -> bool:
         known = all((self.token, other.token, self.node, self.memory))
         return known and (self.node, self.memory) == (other.node, other.memory)
+
+
+def node_name() -> str:
+    """This host, as ranks compare it: the boot id, which containers on one host share, else the host's name."""
+    try:
+        with open(BOOT_ID_PATH, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def memory_device() -> str:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
+from loader_service import logs
 from loader_service.errors import LoaderError, name_of, text_of
 
-_log = logging.getLogger("loader_service.agreement")
+_log = logs.logger("loader_service.agreement")
 
 GOODBYE: Final = b"\0"  # where else the number of a channel stands
 MAX_MESSAGE_BYTES: Final = 4096

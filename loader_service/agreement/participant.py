@@ -5,11 +5,11 @@ Synchronous and without threads: a session drives it on an event loop, a simulat
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
+from loader_service import logs
 from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.codec import decode_entry, encode_status
 from loader_service.agreement.leader import Leader
@@ -45,7 +45,7 @@ from loader_service.agreement.protocol import (
 )
 from loader_service.errors import AgreementError, FailureRecord
 
-_log = logging.getLogger("loader_service.agreement")
+_log = logs.logger("loader_service.agreement")
 
 _LONG_STEP_S = 1.0  # ticks come far more often; a longer gap means that this process was stopped
 
@@ -75,6 +75,7 @@ class Participant:
         self.rank = rank
         self.world_size = world_size
         self.progress: tuple[int, str] = (0, "")
+        self.bytes_done: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.member = Member(rank, limits, now_s)
         self.leader = Leader(world_size, limits, describe, now_s) if rank == LEADER else None
         self.byes_seen = world_size == 1 or rank != LEADER
@@ -133,7 +134,7 @@ class Participant:
         if self._clock() - self._ticked_at_s <= self._limits.timeout_s:
             self._beat += 1
         moved, progress = self.progress
-        return encode_status(self.member.status(self._beat, moved, progress))
+        return encode_status(self.member.status(self._beat, moved, progress, self.bytes_done()))
 
     def insist(self) -> None:
         """Nobody has answered this rank's FAIL, as where the leader is not there yet: it becomes the end, unless one

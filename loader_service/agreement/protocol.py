@@ -161,6 +161,7 @@ class Watch:
     def __init__(self, now_s: float) -> None:
         self.heard = False
         self.progress = ""
+        self.done = (0, 0)
         self.at = (-1, 0)
         self.suspected = False
         self._beat = -1
@@ -173,7 +174,7 @@ class Watch:
             self.heard, self._beat, self.beat_at_s, self.suspected = True, status.beat, now_s, False
         if (status.moved, status.at) != (self._moved, self.at):
             self._moved, self.at, self.moved_at_s = status.moved, status.at, now_s
-        self.progress = status.progress
+        self.progress, self.done = status.progress, status.done
 
     def forgive(self, unseen_s: float) -> None:
         """This process did not look for so long (it was stopped), or the store did not answer (it was): that time

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextvars
 import time
 from collections.abc import Callable, Mapping
 
+from loader_service import logs
 from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.messages import (
     PHASES,
@@ -30,7 +31,7 @@ from loader_service.errors import (
     text_of,
 )
 
-_log = logging.getLogger("loader_service.agreement")
+_log = logs.logger("loader_service.agreement")
 
 FAIL_WAIT_S = 5.0  # the window in which a cause is chosen, and a few seconds over
 _INSIST_WAIT_S = 1.0
@@ -65,6 +66,7 @@ class Session:
         self._describe = dict(describe or {})
         self._participant: Participant | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context: contextvars.Context | None = None  # of what this is about, for what is logged
         self._ticker: asyncio.TimerHandle | None = None
         self._position = 0
         self._attempt = 0
@@ -74,6 +76,7 @@ class Session:
         self._failed = False
         self._closed = False
         self._progress: tuple[int, str] = (0, "")
+        self._bytes_done: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     # -- what is known
 
@@ -105,6 +108,20 @@ class Session:
             self._progress = (moved + 1, text)
             if self._participant is not None:
                 self._participant.progress = self._progress
+
+    def report_bytes(self, done: Callable[[], tuple[int, int]]) -> None:
+        """`done` says how many bytes are ready for this rank's consumer, and of how many. It is asked at every
+        heartbeat, on a thread of the carrier, and must not block or raise."""
+        self._bytes_done = done
+        if self._participant is not None:
+            self._participant.bytes_done = done
+
+    @property
+    def done_by_rank(self) -> Mapping[int, tuple[int, int]]:
+        """On rank 0, by rank: how many bytes were ready for its consumer at its last heartbeat, and of how many,
+        once it knows that. Empty on other ranks, which hear of rank 0 alone. From any thread."""
+        leader = None if self._participant is None else self._participant.leader
+        return {} if leader is None else leader.done_by_rank
 
     def on_final(self, callback: Callable[[Verdict], None]) -> None:
         """Calls `callback` once, on the loop, when FINAL arrives (soon, if it is there): stop reads, wake consumers."""
@@ -210,7 +227,7 @@ class Session:
             return self._participant
         if self._closed:
             raise StateError("the session is closed", rank=self.rank)
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._participant = Participant(
             self._carrier,
             rank=self.rank,
@@ -222,7 +239,7 @@ class Session:
             on_change=self._take_change,
             wake=self._call_soon,
         )
-        self._participant.progress = self._progress
+        self._participant.progress, self._participant.bytes_done = self._progress, self._bytes_done
         self._participant.start()
         self._schedule_tick()
         return self._participant
@@ -231,7 +248,7 @@ class Session:
         """From any thread. A loop that is closed by now has nobody left to tell."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(callback, context=self._context)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise

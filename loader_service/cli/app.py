@@ -11,14 +11,15 @@ from typing import NoReturn, cast
 import typer
 
 from loader_service.cli.commands import Invocation, app
+from loader_service.cli.options import LogFormat
 from loader_service.cli.output import (
     PROGRAM,
+    Stderr,
     drop_stdout,
     logging_to_stderr,
     prepare_streams,
     print_document,
     print_failure,
-    print_line,
     print_traceback,
 )
 from loader_service.cli.signals import Interruptions, own_signals
@@ -40,6 +41,7 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 def run(args: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. Failures are printed, none is raised."""
     as_json, debug = _asks_for(args, "--json"), _asks_for(args, "--debug")
+    Stderr.json = _log_format(args) == LogFormat.JSON
     try:
         parsed: object = typer.main.get_command(app).main(list(args), prog_name=PROGRAM, standalone_mode=False)
         if not isinstance(parsed, Invocation):  # --help was printed
@@ -94,8 +96,23 @@ def _end_process(code: int) -> NoReturn:
 
 def _asks_for(args: Sequence[str], option: str) -> bool:
     """Whether an option is given, also on a command line that cannot be parsed."""
-    options = args[: args.index("--")] if "--" in args else args
-    return option in options
+    return option in _options(args)
+
+
+def _options(args: Sequence[str]) -> Sequence[str]:
+    return args[: args.index("--")] if "--" in args else args
+
+
+def _log_format(args: Sequence[str]) -> str:
+    """The last `--log-format`, also of a command line that cannot be parsed."""
+    found, before = "", ""
+    for each in _options(args):
+        if before == "--log-format":
+            found = each
+        elif each.startswith("--log-format="):
+            found = each.partition("=")[2]
+        before = each
+    return found.lower()
 
 
 def _rank_to_name() -> int | None:
@@ -114,10 +131,9 @@ def _usage_error(error: Exception, *, as_json: bool) -> int:
     # Without any argument the parser has printed the help, and has no more to say.
     message = str(getattr(error, "format_message", error.__str__)()).strip() or "a command is missing"
     command = context.command_path if context is not None else PROGRAM
-    record = FailureRecord("UsageError", message)
     if as_json:
-        print_document(record.as_dict())
-    print_line(f"{PROGRAM}: {message} (see `{command} --help`)")
+        print_document(FailureRecord("UsageError", message).as_dict())
+    print_failure(FailureRecord("UsageError", f"{message} (see `{command} --help`)"), as_json=False)
     return EXIT_USAGE
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from loader_service import logs
 from loader_service.agreed import as_reported
+from loader_service.agreement.node import node_name
 from loader_service.cli import ranks
 from loader_service.cli.bench_figures import Bench, Node, RankRound, Result
 from loader_service.cli.bench_limits import CacheState, Conditions, LimitBench, prepare_files
@@ -28,7 +29,6 @@ from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
 from loader_service.config.schema import AgreementConfig, ServiceConfig, check_world_size
 from loader_service.config.yaml_file import config_from_dict
-from loader_service.engine import node_name
 from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
 from loader_service.measuring.conditions import cached_share, condition_memory
 from loader_service.measuring.limits import StoppedError
@@ -39,14 +39,12 @@ from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.sizes import parse_size
 from loader_service.stream import Load
-from loader_service.timeline import Recorder, Sample, shares, timeline_of
+from loader_service.timeline import Recorder, Sample, shares, steps_of, timeline_of
 
-log = logging.getLogger("loader_service.bench")
+log = logs.logger("loader_service.bench")
 
 Form = Literal["owned", "batches"]
 
-MOST_STEPS = 160
-_ALL_STEPS = 2560  # of all ranks' timelines together: they travel to rank 0
 _BESIDE_BYTES = 64 << 20  # what a load has in memory beside its staging
 _SUFFIX = ".safetensors"
 
@@ -109,10 +107,9 @@ class _BenchProcess(RankProcess[Load]):
         self, options: BenchOptions, place: ranks.Place, config: ServiceConfig, load: str, most_bytes: int
     ) -> None:
         meeting = Meeting(ranks.REPORTS, ranks.REPORTS_SUFFIX, phase=None)
-        super().__init__(options, place, meeting, config.agreement)
+        super().__init__(options, place, meeting, config.agreement, load=load)
         self._options = options
         self._config = config
-        self._name = load
         self._most_bytes = most_bytes
         self._others: Literal["gather", "load", "hear"] = "gather"  # what they wait in; or they hear of it anyway
         self._files: list[str] = []
@@ -138,7 +135,7 @@ class _BenchProcess(RankProcess[Load]):
             async def note(verdict: LoaderError | None) -> None:
                 self._later_failure = verdict
 
-            await ranks.tell_others(self._place, self._name, as_reported(error), note)
+            await ranks.tell_others(self._place, self._load_name, as_reported(error), note)
 
     def _stop_measuring(self) -> None:
         self._stop.set()
@@ -147,7 +144,7 @@ class _BenchProcess(RankProcess[Load]):
 
     async def _measure(self) -> None:
         place, options = self._place, self._options
-        plan = await self._in_thread(lambda: plan_of(self._config, self._name, place.world_size))
+        plan = await self._in_thread(lambda: plan_of(self._config, self._load_name, place.world_size))
         self._files = sorted(_sizes(plan, [place.rank]))
         self._payload_bytes = plan.for_rank(place.rank).payload_bytes
         name = await self._in_thread(node_name)
@@ -169,8 +166,8 @@ class _BenchProcess(RankProcess[Load]):
             node = node.with_limits(self._limits)
         told = await self._meet(node.as_dict() if node is not None else {}, last=True)
         if place.rank == 0:
-            path = _in_words(self._config.checkpoint_of(self._name).path)
-            bench = Bench(path, began_at, self._name, options.form, options.cache)
+            path = _in_words(self._config.checkpoint_of(self._load_name).path)
+            bench = Bench(path, began_at, self._load_name, options.form, options.cache)
             await self._show(bench.result(self._rounds, [Node.from_dict(each) for each in told if each]))
 
     # The limits
@@ -195,7 +192,7 @@ class _BenchProcess(RankProcess[Load]):
         await self._meet({"rank": self._place.rank})
         self._others = "load"
         async with LoaderService(self._config, group=self._place.meeting or "solo") as service:
-            self._load = load = service.open(self._name)
+            self._load = load = service.open(self._load_name)
             self._others = "hear"
             with Recorder(lambda: load.counters) as recorder:
                 async with load:
@@ -226,10 +223,13 @@ class _BenchProcess(RankProcess[Load]):
     def _round(self, load: Load, samples: Sequence[Sample], cached: float | None, tables: int) -> RankRound:
         report = load.report
         opened_s = sum(spent for name, spent in report.phases.items() if name not in ("read", "finish"))
-        steps = min(MOST_STEPS, max(16, _ALL_STEPS // self._place.world_size))
         capacity_bytes = self._config.staging.capacity_bytes
         timeline = timeline_of(
-            samples, rank=report.rank, phases=report.phases, capacity_bytes=capacity_bytes, steps=steps
+            samples,
+            rank=report.rank,
+            phases=report.phases,
+            capacity_bytes=capacity_bytes,
+            steps=steps_of(report.world_size),
         )
         return RankRound.of(report, samples[-1].cpu_s, cached, shares(samples, opened_s), timeline, tables)
 

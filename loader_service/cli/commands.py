@@ -19,10 +19,12 @@ from loader_service.cli.options import (
     ByChecksum,
     Config,
     Debug,
+    Format,
     IgnoreIndex,
     Json,
     Level,
     LoadName,
+    LogFormat,
     LogLevel,
     Paths,
 )
@@ -40,6 +42,7 @@ class Invocation:
     json: bool
     debug: bool
     log_level: LogLevel
+    log_format: LogFormat
     tells_others: bool = False
 
 
@@ -69,6 +72,7 @@ def inspect_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Show a checkpoint's files, tensors, dtypes and namespaces. Only headers are read."""
 
@@ -77,7 +81,7 @@ def inspect_command(
 
         return inspect(paths, tensors=tensors, ignore_index=ignore_index, as_json=json)
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)
 
 
 @app.command("plan")
@@ -103,6 +107,7 @@ def plan_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Show who would read what, for every rank. No payload is read, and no ranks need to run."""
 
@@ -113,7 +118,7 @@ def plan_command(
             raise ConfigError("--rank says whose tensors are listed: give --tensors too")
         return show_plan(PlanOptions(config, load, ranks, html, tensors, rank, as_json=json))
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)
 
 
 @app.command("load")
@@ -147,9 +152,16 @@ def load_command(
     attach: Annotated[
         bool, typer.Option("--attach", help="Take from this node's resident service what it keeps (see `serve`).")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a picture of it, all ranks on one page: what was read, and when."
+        ),
+    ] = None,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Run a load. Several ranks: torchrun --nproc-per-node N -m loader_service load CONFIG [--load NAME]."""
 
@@ -160,10 +172,21 @@ def load_command(
         if checksum is not None and against is None:
             raise ConfigError("--checksum says what --against compares by: give --against MANIFEST too")
         return run_load(
-            LoadOptions(config, load, verify, manifest, against, by.value, attach=attach, as_json=json, debug=debug)
+            LoadOptions(
+                config,
+                load,
+                verify,
+                manifest,
+                against,
+                by.value,
+                as_json=json,
+                debug=debug,
+                html=html,
+                attach=attach,
+            )
         )
 
-    return Invocation(work, json, debug, log_level, tells_others=True)
+    return Invocation(work, json, debug, log_level, log_format, tells_others=True)
 
 
 @app.command("serve")
@@ -188,6 +211,7 @@ def serve_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Keep what the YAML file's `serve` names in memory that this node's workers share, until a signal comes. A worker
     that attaches reads nothing from the disk. One a node; several: with torchrun, as `load`."""
@@ -197,7 +221,7 @@ def serve_command(
 
         return run_serve(ServeOptions(config, ranks, socket, http, as_json=json, debug=debug))
 
-    return Invocation(work, json, debug, log_level, tells_others=True)
+    return Invocation(work, json, debug, log_level, log_format, tells_others=True)
 
 
 @app.command("manifest")
@@ -210,6 +234,7 @@ def manifest_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Write checksums of a checkpoint's files and tensors, for `load --against`. Every file is read whole, once; one
     that a Hugging Face cache names by its SHA-256 must have it. Code 3 if not."""
@@ -219,7 +244,7 @@ def manifest_command(
 
         return make_manifest(paths, out, ignore_index=ignore_index, as_json=json)
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)
 
 
 @app.command("bench")
@@ -259,6 +284,7 @@ def bench_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Measure this machine's limits and a load, and say what bounds it. Several ranks: with torchrun, as `load`."""
 
@@ -269,7 +295,7 @@ def bench_command(
             BenchOptions(target, load, form.value, cache.value, rounds, max_bytes, html, as_json=json, debug=debug)
         )
 
-    return Invocation(work, json, debug, log_level, tells_others=True)
+    return Invocation(work, json, debug, log_level, log_format, tells_others=True)
 
 
 @app.command("compare")
@@ -279,6 +305,7 @@ def compare_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Compare two manifests: which tensors differ in dtype, shape or bytes, or are in one alone. Code 3 if any does."""
 
@@ -287,7 +314,7 @@ def compare_command(
 
         return compare_manifests(first, second, as_json=json)
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)
 
 
 @app.command("demo")
@@ -301,6 +328,7 @@ def demo_command(
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
 ) -> Invocation:
     """Make a small checkpoint and load it on two ranks: target and draft, every byte compared with safetensors' own."""
 
@@ -313,11 +341,16 @@ def demo_command(
             raise ConfigError(f"--size: {error}") from error
         return run_demo(folder, size_bytes, as_json=json)
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)
 
 
 @app.command("schema")
-def schema_command(json: Json = False, debug: Debug = False, log_level: Level = LogLevel.INFO) -> Invocation:
+def schema_command(
+    json: Json = False,
+    debug: Debug = False,
+    log_level: Level = LogLevel.INFO,
+    log_format: Format = LogFormat.TEXT,
+) -> Invocation:
     """Print the JSON schema of the YAML file, for editors. Always JSON, with or without --json."""
 
     def work() -> int:
@@ -326,4 +359,4 @@ def schema_command(json: Json = False, debug: Debug = False, log_level: Level = 
         print_document(json_schema())
         return EXIT_OK
 
-    return Invocation(work, json, debug, log_level)
+    return Invocation(work, json, debug, log_level, log_format)

@@ -22,6 +22,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final, Self
 
+from loader_service import logs
 from loader_service.cli.http_pages import Answer, Pages, text
 from loader_service.errors import ConfigError
 from loader_service.keeping.status import ServiceStatus
@@ -34,7 +35,7 @@ LINGER_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.2
 CLOSE_WITHIN_S: Final = 1.0
 
-_log = logging.getLogger("loader_service.http")
+_log = logs.logger("loader_service.http")
 
 
 class HttpServer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +12,7 @@ from urllib.parse import parse_qs
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from loader_service import logs
 from loader_service.cli.html_page import document
 from loader_service.cli.metrics import registry_of
 from loader_service.errors import ConfigError, FailureRecord, StateError, record_of
@@ -30,7 +30,7 @@ PATHS: Final = {
     "/plan?load=NAME": "who reads what of a load",
 }
 
-_log = logging.getLogger("loader_service.http")
+_log = logs.logger("loader_service.http")
 
 
 @dataclass(frozen=True, slots=True)

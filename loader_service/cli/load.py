@@ -5,42 +5,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from loader_service.agreement.messages import Phase
+from loader_service.agreement.node import node_name
 from loader_service.cli import ranks
 from loader_service.cli.against import THREADS, Against, Checksum
-from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest
+from loader_service.cli.checking import Manifest, Reference, check_writable, manifest_path, write_manifest, write_text
 from loader_service.cli.checkpoint_manifest import CheckpointManifest, read_checkpoint_manifest
 from loader_service.cli.host_rows import pieces
 from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
+from loader_service.cli.plans import draft_of
 from loader_service.cli.progress import LoadProgress, progress_of
 from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
 from loader_service.config.schema import ServiceConfig, check_world_size
 from loader_service.errors import LoadCancelledError, LoaderError
 from loader_service.filling import TensorSpec
+from loader_service.memory.budget import slot_bytes_of
 from loader_service.planning.plan import RankPlan
 from loader_service.reading.threads import ReadPool
 from loader_service.report import LoadReport
 from loader_service.rows import RowSource
 from loader_service.service import LoaderService
 from loader_service.stream import Load
+from loader_service.timeline import Recorder, Sample, Timeline, steps_of, timeline_of
 
 _QUICK_BYTES = 64 << 10  # hashed in 20 to 60 us; another thread costs 90, for each of many thousands of tensors
+_RECORDED = "recorded"  # travels with a report to rank 0, for the page
 _UNNAMED = "the only load"  # of a file that cannot be read; ranks meet under any name
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What the command line said. `load` None: the file's only one. `manifest` is the name before a rank is put into
-    it, `against` the whole checkpoint's, which every rank reads, and `checksum` what of it counts."""
+    it, `against` the whole checkpoint's, which every rank reads, `checksum` what of it counts, and `html` the page that
+    rank 0 writes."""
 
     config: Path
     load: str | None
@@ -50,6 +58,7 @@ class LoadOptions:
     checksum: Checksum
     as_json: bool
     debug: bool
+    html: Path | None = None
     attach: bool = False
 
 
@@ -73,6 +82,8 @@ def _checked(options: LoadOptions, place: ranks.Place) -> tuple[ServiceConfig, s
     check_world_size(config, place.world_size, coords_given=False)
     if options.manifest is not None:
         check_writable(manifest_path(options.manifest, place.rank, place.world_size))
+    if options.html is not None and place.rank == 0:
+        check_writable(options.html, option="--html")
     known = read_checkpoint_manifest(options.against) if options.against is not None else None
     return config, load, known
 
@@ -132,13 +143,16 @@ class _LoadProcess(RankProcess[Load]):
         load: str,
         known: CheckpointManifest | None,
     ) -> None:
-        super().__init__(options, place, Meeting(load), config.agreement)
+        super().__init__(options, place, Meeting(load), config.agreement, load=load)
         self._options = options
         self._known = known
         self._config = config
-        self._name = load
-        self._progress: LoadProgress = progress_of(load, shown=place.rank == 0)
+        self._progress: LoadProgress = progress_of(load, shown=place.rank == 0, others=self._known_of_all)
         self._gathering = False
+        self._began_at = datetime.now().astimezone().isoformat(timespec="seconds")
+
+    def _known_of_all(self) -> Mapping[int, tuple[int, int]]:
+        return self._load.done_by_rank if self._load is not None else {}
 
     def _tick(self) -> None:
         self._progress.waits_for(self._load.waits_for if self._load is not None else None)
@@ -158,6 +172,10 @@ class _LoadProcess(RankProcess[Load]):
             raise
         if self._place.rank != 0:
             return
+        recorded = [report.pop(_RECORDED, None) for report in reports]
+        if (html := self._options.html) is not None:
+            text = await self._in_thread(partial(self._page, reports, recorded))
+            await self._in_thread(lambda: write_text(html, text, option="--html"))
         if self._options.as_json:
             print_document(reports[0] if self._place.alone else {"ranks": reports})
         else:
@@ -167,13 +185,13 @@ class _LoadProcess(RankProcess[Load]):
 
     async def _work_with_others(self) -> list[dict[str, object]]:
         place = self._place
-        report, manifest = await self._run()
+        report, manifest, recorded = await self._run()
         if self._options.manifest is not None and manifest is not None:
             path = manifest_path(self._options.manifest, place.rank, place.world_size)
             await self._in_thread(lambda: write_manifest(path, manifest.entries))
         return await ranks.gather(
             place,
-            report.as_dict(),
+            report.as_dict() | recorded,
             self._config.agreement,
             phase=Phase.FINISH,
             on_begin=self._note_gathering,
@@ -183,18 +201,51 @@ class _LoadProcess(RankProcess[Load]):
     def _note_gathering(self) -> None:
         self._gathering = True
 
-    async def _run(self) -> tuple[LoadReport, Manifest | None]:
+    def _page(self, reports: Sequence[Mapping[str, object]], recorded: Sequence[object]) -> str:
+        """The page, from all ranks' reports and from what they have recorded. Blocking."""
+        from loader_service.cli.load_page import RankLoad, page_of
+
+        assert self._load is not None
+        loads = [
+            RankLoad(report, Timeline.from_dict(found["timeline"]), found["node"]) if found else RankLoad(report, None)
+            for report, found in zip(reports, cast("Sequence[Any]", recorded), strict=True)
+        ]
+        draft, notes = draft_of(self._config, self._load.plan)
+        return page_of(
+            self._load.plan,
+            loads,
+            began_at=self._began_at,
+            slot_bytes=slot_bytes_of(self._config.reads.chunk_bytes, self._config.staging.capacity_bytes),
+            draft=draft,
+            notes=notes,
+        )
+
+    def _recorded(self, report: LoadReport, samples: Sequence[Sample]) -> dict[str, object]:
+        """What the page needs beside the report, with which it travels to rank 0."""
+        capacity_bytes, steps = self._config.staging.capacity_bytes, steps_of(report.world_size)
+        timeline = timeline_of(
+            samples, rank=report.rank, phases=report.phases, capacity_bytes=capacity_bytes, steps=steps
+        )
+        return {_RECORDED: {"timeline": timeline.as_dict(), "node": node_name()}}
+
+    async def _run(self) -> tuple[LoadReport, Manifest | None, dict[str, object]]:
         options = self._options
         async with LoaderService(self._config, group=self._place.meeting or "solo", attach=options.attach) as service:
-            self._load = load = service.open(self._name)
-            async with load:
+            self._load = load = service.open(self._load_name)
+            recording = contextlib.nullcontext() if options.html is None else Recorder(lambda: load.counters)
+            async with contextlib.AsyncExitStack() as stack:
+                recorder = stack.enter_context(recording)
+                await stack.enter_async_context(load)
                 plan = load.plan.for_rank(self._place.rank)
                 manifest = Manifest(plan) if options.manifest is not None else None
                 self._progress.begin(plan.payload_bytes)
                 with self._progress, Reference(plan) as reference, self._against(plan) as against:
                     looks = _Looks(reference if options.verify else None, manifest, against)
                     await self._consume(load, looks)
-            return looks.reported(load.report), manifest
+            report = looks.reported(load.report)
+            if recorder is None:
+                return report, manifest, {}
+            return report, manifest, await self._in_thread(partial(self._recorded, report, recorder.samples))
 
     @contextlib.contextmanager
     def _against(self, plan: RankPlan) -> Iterator[Against | None]:

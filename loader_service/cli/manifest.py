@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from loader_service import logs
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.cli.catalogs import read_headers
 from loader_service.cli.checking import check_writable, write_text
@@ -22,7 +22,7 @@ from loader_service.config.yaml_file import config_from_dict
 from loader_service.errors import EXIT_OK, CheckpointError
 from loader_service.sizes import format_rate, format_size
 
-log = logging.getLogger("loader_service.manifest")
+log = logs.logger("loader_service.manifest")
 
 _OUT: Final = "--out"
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")

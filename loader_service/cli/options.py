@@ -18,6 +18,13 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class LogFormat(StrEnum):
+    """What a line on stderr is."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 class ByChecksum(StrEnum):
     """What `load --against` compares whole tensors by."""
 
@@ -48,6 +55,10 @@ IgnoreIndex = Annotated[bool, typer.Option("--ignore-index", help="Let the heade
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
 Level = Annotated[LogLevel, typer.Option("--log-level", help="What is logged to stderr.", case_sensitive=False)]
+Format = Annotated[
+    LogFormat,
+    typer.Option("--log-format", help="What a line on stderr is: text, or one JSON object.", case_sensitive=False),
+]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file; see `loader-service schema`.")]
 LoadName = Annotated[
     str | None, typer.Option("--load", help="Which of the YAML file's loads (default: its only one).", metavar="NAME")

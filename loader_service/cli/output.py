@@ -9,11 +9,22 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from loader_service import logs
 from loader_service.errors import ConfigError, FailureRecord, LoaderError
 
 PROGRAM = "loader-service"
+
+log = logs.logger("loader_service.cli")
+
+
+class Stderr:
+    """How this process writes to stderr, whatever it writes there: one for each command line."""
+
+    json = False
+    """One JSON object a line, for whoever collects logs."""
 
 
 def prepare_streams() -> None:
@@ -69,7 +80,23 @@ def drop_stdout() -> None:
 
 def print_line(text: str) -> None:
     """Writes one line to stderr, whatever the text holds. Where stderr is gone there is nobody to tell."""
-    _print_to_stderr([" | ".join(_lines(text))])
+    _print_to_stderr([line_of(" | ".join(_lines(text)))])
+
+
+def line_of(
+    text: str,
+    level: int = logging.INFO,
+    fields: Mapping[str, object] = MappingProxyType({}),
+    *,
+    error: BaseException | None = None,
+) -> str:
+    """A line for stderr: the text, or with `fields` and `error` a JSON object."""
+    if not Stderr.json:
+        return text
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    extra = logs.fields() | dict(fields)
+    record = log.logger.makeRecord(log.logger.name, level, __file__, 0, text, (), exc_info, extra=extra)
+    return logs.JsonFormatter().format(record)
 
 
 def _lines(text: str) -> list[str]:
@@ -87,7 +114,12 @@ def print_failure(record: FailureRecord, *, as_json: bool, several_ranks: bool =
     a line for each of its problems."""
     if as_json:
         print_document(record.as_dict())
-    text = f"{PROGRAM}: {failure_text(record, several_ranks=several_ranks)}"
+    text = failure_text(record, several_ranks=several_ranks)
+    if Stderr.json:
+        known = {name: value for name, value in record.as_dict().items() if name != "message" and value is not None}
+        _print_to_stderr([line_of(text, logging.ERROR, known)])
+        return
+    text = f"{PROGRAM}: {text}"
     if record.error == ConfigError.__name__:
         _print_to_stderr(_lines(text))
     else:
@@ -104,6 +136,9 @@ def failure_text(record: FailureRecord, *, several_ranks: bool) -> str:
 
 def print_traceback(error: BaseException) -> None:
     """The whole traceback, for `--debug`."""
+    if Stderr.json:
+        _print_to_stderr([line_of("the traceback", logging.ERROR, error=error)])
+        return
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exception(error, file=sys.stderr)
 
@@ -124,7 +159,8 @@ def logging_to_stderr(level: str, rank: int | None) -> Iterator[None]:
     logger = logging.getLogger("loader_service")
     handler = _StderrHandler()
     where = "" if rank is None else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {where}%(levelname)s %(name)s: %(message)s"))
+    text = logging.Formatter(f"%(asctime)s {where}%(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(logs.JsonFormatter() if Stderr.json else text)
     before = (logger.level, logger.propagate)
     logger.addHandler(handler)
     logger.setLevel(level.upper())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from math import floor, log10
+from types import MappingProxyType
 
 from loader_service.cli.html_page import document, key, table
 from loader_service.sizes import UNITS, format_size
@@ -20,7 +21,7 @@ _WIDTH, _HEIGHT = 400, 176
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 392, 12, 146
 _MOST_TITLES = 80  # what the pointer can rest on, along a chart
 
-_STYLE = """
+STYLE = """
 .charts { display: grid; gap: .25rem 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .area { stroke: none; fill-opacity: .22; }
@@ -29,6 +30,7 @@ _STYLE = """
 # Lines differ in dashes as well as in colour.
 _DASHES = ("", "6 3", "2 2")
 _OPEN_RANKS = 4  # shown unfolded
+_NO_TOPS: Mapping[int, float] = MappingProxyType({})
 _PHASES = ("config", "catalog", "plan", "open", "read", "finish")
 
 
@@ -68,12 +70,20 @@ class _Chart:
 
 def render(page: Page) -> str:
     """The whole HTML document."""
-    ranks = "".join(_rank(each, page, unfolded=i < _OPEN_RANKS) for i, each in enumerate(page.timelines))
-    return document(page.title, page.sentences, table(page.columns, page.rows) + ranks, style=_STYLE)
+    body = table(page.columns, page.rows) + over_time(page.timelines, page.tops_gib_per_s, page.top_name)
+    return document(page.title, page.sentences, body, style=STYLE)
 
 
-def _rank(timeline: Timeline, page: Page, *, unfolded: bool) -> str:
-    charts = "".join(_figure(chart, timeline) for chart in _charts(timeline, page))
+def over_time(timelines: Sequence[Timeline], tops_gib_per_s: Mapping[int, float] = _NO_TOPS, top_name: str = "") -> str:
+    """Each rank's load over time as markup, in `STYLE`: its phases and its charts, with the limits as in a `Page`."""
+    return "".join(
+        _rank(each, tops_gib_per_s.get(each.rank), top_name, unfolded=i < _OPEN_RANKS)
+        for i, each in enumerate(timelines)
+    )
+
+
+def _rank(timeline: Timeline, top: float | None, top_name: str, *, unfolded: bool) -> str:
+    charts = "".join(_figure(chart, timeline) for chart in _charts(timeline, top, top_name))
     return (
         f"<details{' open' if unfolded else ''}>\n<summary>Rank {timeline.rank}: {timeline.seconds:.3f} s</summary>\n"
         f"{_phases(timeline.phases, timeline.seconds)}"
@@ -81,7 +91,7 @@ def _rank(timeline: Timeline, page: Page, *, unfolded: bool) -> str:
     )
 
 
-def _charts(timeline: Timeline, page: Page) -> Sequence[_Chart]:
+def _charts(timeline: Timeline, top_gib_per_s: float | None, top_name: str) -> Sequence[_Chart]:
     def rate(values: Sequence[float]) -> list[float]:
         return [value / _GIB / timeline.step_s if timeline.step_s else 0.0 for value in values]
 
@@ -92,8 +102,8 @@ def _charts(timeline: Timeline, page: Page) -> Sequence[_Chart]:
             "GiB/s",
             "How fast bytes were ready for the consumer, and how fast it took them.",
             (_Series("ready", rate(timeline.filled_bytes), area=True), _Series("taken", rate(timeline.taken_bytes))),
-            page.tops_gib_per_s.get(timeline.rank),
-            page.top_name,
+            top_gib_per_s,
+            top_name,
         ),
         _Chart(
             "Reads in flight",

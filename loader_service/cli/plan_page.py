@@ -12,19 +12,17 @@ from loader_service.cli.html_page import document, key, table
 from loader_service.cli.plan_bins import nbytes
 from loader_service.cli.plan_draft import Served
 from loader_service.cli.plan_figures import NODE_RANKS, Figures, Node, figures_of
-from loader_service.cli.plan_picture import STYLE, Picture
+from loader_service.cli.plan_picture import STYLE as PICTURE_STYLE
+from loader_service.cli.plan_picture import Picture
 from loader_service.cli.plan_titles import plain, spans
 from loader_service.planning.plan import LoadPlan
 from loader_service.sharing.decision import LEAST_SAVED_BYTES, Request
 from loader_service.sizes import format_size
 
-_STYLE: Final = (
-    STYLE
+STYLE: Final = (
+    PICTURE_STYLE
     + """
 .strips svg { display: inline; height: auto; overflow: hidden; } .strips { margin: .5rem 0 1rem; }
-.wide { overflow-x: auto; }
-.wide table { max-width: none; font-size: .875rem; } .wide :is(td, th) { padding-left: .5rem; }
-.wide td { white-space: nowrap; } .wide th { vertical-align: bottom; }
 summary { overflow-wrap: anywhere; }
 """
 )
@@ -43,9 +41,23 @@ def page_of(
 ) -> str:
     """The HTML document. `slot_bytes`, `sharing` and `draft` as for `figures_of`, `notes` are sentences beside its own.
     Blocking: it plans every rank."""
+    figures = page_figures(plan, slot_bytes=slot_bytes, sharing=sharing, draft=draft)
+    said = [*sentences(figures)]
+    said[1:1] = [_sharing(figures.node)] if figures.node is not None else []
+    return document(
+        f"Load {in_short(plan)}: who reads what",
+        [f"Checkpoint {folder(plan)}.", *said, *notes, *plan.warnings],
+        f"{table(*_table(figures))}{strips(figures)}",
+        style=STYLE,
+    )
+
+
+def page_figures(
+    plan: LoadPlan, *, slot_bytes: int | None, sharing: Request = "auto", draft: LoadPlan | None = None
+) -> Figures:
+    """`figures_of` for a page: finer where there are few files, so that one of hundreds of them has some hundred KB."""
     shards = max(1, len(plan.catalog.shards))
-    # Finer where there are few files, so that a page of hundreds of them has some hundred KB.
-    figures = figures_of(
+    return figures_of(
         plan,
         slot_bytes=slot_bytes,
         sharing=sharing,
@@ -53,19 +65,21 @@ def page_of(
         most_bins=max(_LEAST_BINS, min(_MOST_BINS, 6000 // shards)),
         most_titles=max(_LEAST_TITLES, min(_MOST_TITLES, 1600 // shards)),
     )
-    picture = Picture(figures)
+
+
+def strips(figures: Figures) -> str:
+    """Every file with what is taken of it, and what the colours mean, as markup in `STYLE`."""
+    picture, shards = Picture(figures), figures.plan.catalog.shards
     keys = "".join(key(name, mark) for name, mark in picture.legend())
-    body = [f'<div class="wide">{table(*_table(figures))}</div>\n<ul class="key">{keys}</ul>\n']
-    if len(plan.catalog.shards) > _OPEN_FILES:
-        body.append(f"<h2>All files</h2>\n{_figure(*picture.overview(), 'the strips of all files')}")
-    body += [_file(figures, picture, shard) for shard in range(len(plan.catalog.shards))]
-    title = f"Load {plain(plan.load)} on {_ranks(plan)}{_mesh(plan)}: who reads what"
-    return document(
-        title,
-        [f"Checkpoint {_folder(plan)}.", *_sentences(figures), *notes, *plan.warnings],
-        "".join(body),
-        style=_STYLE,
-    )
+    parts = [f'<ul class="key">{keys}</ul>\n']
+    if len(shards) > _OPEN_FILES:
+        parts.append(f"<h2>All files</h2>\n{_figure(*picture.overview(), 'the strips of all files')}")
+    return "".join(parts + [_file(figures, picture, shard) for shard in range(len(shards))])
+
+
+def in_short(plan: LoadPlan) -> str:
+    """Which load, on how many ranks."""
+    return f"{plain(plan.load)} on {_ranks(plan)}{_mesh(plan)}"
 
 
 def _file(figures: Figures, picture: Picture, shard: int) -> str:
@@ -81,7 +95,8 @@ def _figure(drawn: str, height: int, label: str) -> str:
     return f'<svg class="strips" style="height:{height}px" role="img" aria-label="{escape(label)}">{drawn}</svg>\n'
 
 
-def _sentences(figures: Figures) -> Iterator[str]:
+def sentences(figures: Figures) -> Iterator[str]:
+    """What the pictures show, in words: how much is for whom, and where the draft lies."""
     plan, catalog = figures.plan, figures.plan.catalog
     payload = int((catalog.stops - catalog.starts).sum())
     taken = nbytes(figures.taken)
@@ -90,15 +105,13 @@ def _sentences(figures: Figures) -> Iterator[str]:
         f"{_ranks(plan)}, {format_size(nbytes(figures.several))} of it for more than one rank, and "
         f"{format_size(payload - taken)} for nobody."
     )
-    if figures.node is not None:
-        yield _sharing(figures.node)
     if plan.world_size > NODE_RANKS:
         yield f"Ranks from {NODE_RANKS} on are drawn in groups; {NODE_RANKS} ranks are taken for a node."
     if figures.draft_name:
         yield _draft(figures)
     yield (
         "Strips are to scale, and a bar is as high as the part of its bytes that is meant. Rest the pointer on a file "
-        "for byte ranges, names and ranks."
+        "for byte ranges, names and ranks, or go to it with the tab key, and on with the arrows."
     )
 
 
@@ -111,7 +124,7 @@ def _mesh(plan: LoadPlan) -> str:
     return f" ({', '.join(sizes)})" if sizes else ""
 
 
-def _folder(plan: LoadPlan) -> str:
+def folder(plan: LoadPlan) -> str:
     """Where the files lie; of several folders the one above them."""
     folders = {str(Path(shard.path).parent) for shard in plan.catalog.shards}
     return plain(os.path.commonpath(folders)) if folders else "without files"

@@ -91,17 +91,21 @@ def _page(config: ServiceConfig, plan: LoadPlan) -> str:
     from loader_service.cli.plan_page import page_of
     from loader_service.memory.budget import slot_bytes_of
 
-    draft, notes = None, []
+    draft, notes = draft_of(config, plan)
+    slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes)
+    return page_of(plan, slot_bytes=slot_bytes, sharing=config.reads.sharing, draft=draft, notes=notes)
+
+
+def draft_of(config: ServiceConfig, plan: LoadPlan) -> tuple[LoadPlan | None, list[str]]:
+    """The plan of the first other load with `key_prefixes` over the same checkpoint, or why it cannot be drawn."""
     checkpoint = config.checkpoint_of(plan.load)
     for name, load in config.loads.items():
         if name != plan.load and load.key_prefixes and config.checkpoint_of(name) == checkpoint:
             try:
-                draft = _plan(config, name, plan.catalog, plan.mesh)
+                return _plan(config, name, plan.catalog, plan.mesh), []
             except LoaderError as error:
-                notes.append(f"Load {name} is not drawn: {error}")
-            break
-    slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes)
-    return page_of(plan, slot_bytes=slot_bytes, sharing=config.reads.sharing, draft=draft, notes=notes)
+                return None, [f"Load {name} is not drawn: {error}"]
+    return None, []
 
 
 def planned_ranks(config: ServiceConfig, environ: Mapping[str, str]) -> int:

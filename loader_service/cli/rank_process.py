@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from loader_service import logs
 from loader_service.agreement.messages import Phase
 from loader_service.cli import ranks
 from loader_service.cli.output import print_failure, print_traceback
@@ -121,12 +122,15 @@ class RankProcess(ABC, Generic[FailingT]):
     """One command in one process, from its first collective to its exit code. A subclass does `_work`, and puts the
     load that is open, or was last, into `_load`."""
 
-    def __init__(self, telling: Telling, place: ranks.Place, meeting: Meeting, settings: AgreementConfig) -> None:
+    def __init__(
+        self, telling: Telling, place: ranks.Place, meeting: Meeting, settings: AgreementConfig, *, load: str | None
+    ) -> None:
         self._how = telling
         self._place = place
         self._meeting = meeting
         self._settings = settings
         self._load: FailingT | None = None
+        self._load_name = load
         self._telling = Teller(telling, place, stopped=lambda: self._stood_still_s > settings.timeout_s / 2)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
@@ -143,6 +147,7 @@ class RankProcess(ABC, Generic[FailingT]):
 
     async def main(self, signals: Interruptions) -> int:
         """Runs the work to its end, however it ends, and prints what is due on this rank. Returns the exit code."""
+        logs.begin(logs.Subject(self._load_name, self._place.rank, self._place.world_size))
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._work())
         signals.on_first(lambda number: _call_soon(loop, self._interrupted, number, work))

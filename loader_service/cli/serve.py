@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from loader_service import logs
 from loader_service.cli import ranks
 from loader_service.cli.http import HttpServer
 from loader_service.cli.output import print_document, print_line
@@ -27,7 +27,7 @@ from loader_service.keeping.status import ServiceStatus
 from loader_service.resident import ResidentService
 from loader_service.sizes import format_size
 
-log = logging.getLogger("loader_service.serve")
+log = logs.logger("loader_service.serve")
 
 _SAY_EVERY_S = 10.0
 _PLAN_WAIT_S = 60.0
@@ -74,7 +74,7 @@ class _ServeProcess(RankProcess[ResidentService]):
     def __init__(
         self, options: ServeOptions, place: ranks.Place, config: ServiceConfig, service: ResidentService
     ) -> None:
-        super().__init__(options, place, Meeting(service.first_session), config.agreement)
+        super().__init__(options, place, Meeting(service.first_session), config.agreement, load=None)
         self._options = options
         self._service = service
         self._stop = asyncio.Event()

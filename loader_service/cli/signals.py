@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
-from loader_service.cli.output import PROGRAM
+from loader_service.cli.output import PROGRAM, line_of
 from loader_service.errors import EXIT_INTERRUPTED
 
 LAUNCHER_REPEATS_S = 1.0  # a launcher passes on the signal that a terminal has already sent to every rank
@@ -123,7 +124,8 @@ def started_by_a_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _leave_at_once(first: signal.Signals, second: signal.Signals) -> NoReturn:
-    line = f"{PROGRAM}: interrupted by {first.name}, then by {second.name}: ending at once\n"
+    text = f"{PROGRAM}: interrupted by {first.name}, then by {second.name}: ending at once"
+    line = f"{line_of(text, logging.ERROR)}\n"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         # The interrupted thread may be stuck in writing to stderr: neither its lock nor a full pipe may hold this one.
         descriptor = sys.__stderr__.fileno()  # type: ignore[union-attr]  # without one there is nobody to tell

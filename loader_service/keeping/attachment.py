@@ -6,7 +6,6 @@ Blocking, called on threads, but for `tell`, which never waits.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import select
 import socket
@@ -15,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Final, cast
 
+from loader_service import logs
 from loader_service.config.schema import ServiceConfig
 from loader_service.errors import AttachError, LoaderError
 from loader_service.keeping import wire
@@ -27,7 +27,7 @@ from loader_service.reading.handles import HandleCache
 from loader_service.reading.ranges import RangeReader
 from loader_service.report import PolicyOutcome
 
-log = logging.getLogger("loader_service.attach")
+log = logs.logger("loader_service.attach")
 
 _ANSWER_S: Final = 10.0  # a service that fills says so every second
 _LOOK_S: Final = 0.1

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Final, cast
 
+from loader_service import logs
 from loader_service.keeping import wire
 from loader_service.keeping.index import PROTOCOL, KeptIndex
 from loader_service.keeping.status import WorkerLoad
 from loader_service.memory.shared import SharedMemory
 from loader_service.timeline import Counters
 
-log = logging.getLogger("loader_service.serve")
+log = logs.logger("loader_service.serve")
 
 _TELL_EVERY_S: Final = 1.0
 _HELLO_S: Final = 10.0

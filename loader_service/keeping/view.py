@@ -6,9 +6,9 @@ worker's own, and costs memory only then: the next view has the file's bytes aga
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from loader_service import logs
 from loader_service.checkpoint.catalog import Shard
 from loader_service.keeping.index import KeptFile, KeptIndex
 from loader_service.memory.allocators import PAGE_BYTES, HostBuffer
@@ -23,7 +23,7 @@ from loader_service.reading.ranges import RangeReader
 from loader_service.report import PolicyOutcome
 from loader_service.sizes import format_size
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 
 class Kept:

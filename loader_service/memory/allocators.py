@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import math
 import mmap
 import os
@@ -23,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from loader_service import logs
 from loader_service.errors import ConfigError, MemoryLimitError
 from loader_service.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20

@@ -7,7 +7,6 @@ once. What is held is read-only by contract. A change in place is looked for at 
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from loader_service import logs
 from loader_service.errors import ConfigError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.memory.fingerprints import fingerprint
@@ -27,7 +27,7 @@ from loader_service.memory.held import ByteRanges, HeldRange, HeldRanges, Segmen
 from loader_service.report import PolicyOutcome
 from loader_service.sizes import format_size
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 
 class FileState(NamedTuple):

@@ -5,7 +5,6 @@ It locks and unmaps memory (milliseconds a buffer) and asks devices whether they
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,10 +12,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from loader_service import logs
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.events import DeviceEvent
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 _T = TypeVar("_T")
 
@@ -29,9 +29,11 @@ _LONGEST_PAUSE_S = 0.016
 class _Watch:
     events: deque[DeviceEvent]
     done: Callable[[bool], None]
+    subject: logs.Subject
 
     def look(self) -> bool | None:
         """True when all events have passed, False when one failed, None while one has not."""
+        logs.begin(self.subject)
         try:
             while self.events:
                 if not self.events[0].query():
@@ -67,8 +69,10 @@ class Caretaker:
         Raises MemoryLimitError if the system lets no thread start.
         """
         future: Future[_T] = Future()
+        subject = logs.subject()
 
         def run() -> None:
+            logs.begin(subject)
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -91,7 +95,7 @@ class Caretaker:
         """
         with self._work:
             self._ensure_thread()
-            self._watches.append(_Watch(deque(events), done))
+            self._watches.append(_Watch(deque(events), done, logs.subject()))
             self._new_watches = True
             self._work.notify()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,12 +9,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Protocol, SupportsInt
 
+from loader_service import logs
 from loader_service.errors import MemoryLimitError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.report import PolicyOutcome
 from loader_service.sizes import format_size
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 PinMode = Literal["auto", "required", "never"]
 

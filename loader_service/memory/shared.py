@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import sys
 from collections.abc import Callable
 
 import psutil
 
+from loader_service import logs
 from loader_service.errors import OUT_OF_FILES, MemoryLimitError
 from loader_service.memory.admission import memory_rooms
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_private, map_shared
 from loader_service.sizes import format_size
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 _OUT_OF_MEMORY = frozenset({errno.ENOSPC, errno.ENOMEM})
 _ADVICE = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import threading
@@ -13,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from loader_service import logs
 from loader_service.errors import CheckpointError, ConfigError, LoaderError, ReadError, StateError
 from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.reader import FileIdentity, OpenFile, Storage, describe_change
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 _MOST_HANDLES = 256
 _OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from loader_service import logs
 from loader_service.errors import EndOfFileError, LoaderError, ReadError
 from loader_service.reading.blocks import Blocks, address_of, neighbours, whole_blocks
 from loader_service.reading.file_range import Access, Drop, FileRange, How, RangeStatistics, Window, describe
@@ -29,7 +29,7 @@ from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import DIRECT_BLOCK_BYTES, read_fully
 from loader_service.report import PolicyOutcome
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 _PIECE_BYTES = 1 << 20  # how finely a chunk is looked at of which the page cache holds a part
 _OWN_BYTES = 2 << 20  # what a thread copies over at a time; not touched where only edges are

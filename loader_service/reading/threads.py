@@ -7,7 +7,6 @@ the whole process alive.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -17,11 +16,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar, TypeVarTuple, cast
 
+from loader_service import logs
 from loader_service.errors import ConfigError, MemoryLimitError, StateError, clear_frames
 from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.priority import stand_back
 
-_log = logging.getLogger(__name__)
+_log = logs.logger(__name__)
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -45,6 +45,7 @@ class _Job:
     label: str
     path: str | None
     offset: int | None
+    subject: logs.Subject  # of what it is, for what is logged meanwhile
     started_s: float = 0.0
     worker: threading.Thread | None = None
     abandoned: bool = False
@@ -148,7 +149,7 @@ class ReadPool:
         if on_done is not None:
             future.add_done_callback(on_done)
         # Not a function of this one: whoever keeps an error would keep it, and the arguments, which may be buffers.
-        job = _Job(partial(function, *args), cast(Future[object], future), label, path, offset)
+        job = _Job(partial(function, *args), cast(Future[object], future), label, path, offset, logs.subject())
         with self._lock:
             if self._stopping is not None:
                 raise StateError("the reading threads were stopped; no more work is taken", path=path)
@@ -267,6 +268,7 @@ class ReadPool:
                 job = self._next_job(worker)
                 if job is None:
                     return
+                logs.begin(job.subject)
                 result, error = _outcome(job.take())
                 if error is not None:
                     clear_frames(error)  # they hold what the work was given

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from loader_service import logs
 from loader_service.checkpoint.catalog import Shard
 from loader_service.errors import LoaderError, MemoryLimitError, ReadError, name_of, text_of
 from loader_service.memory.allocators import PAGE_BYTES, HostBuffer
@@ -18,7 +18,7 @@ from loader_service.reading.file_range import FileRange, Window
 from loader_service.reading.ranges import RangeReader
 from loader_service.reading.threads import ReadPool
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 
 @dataclass(frozen=True, slots=True)

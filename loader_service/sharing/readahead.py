@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final
 
+from loader_service import logs
 from loader_service.checkpoint.catalog import Shard
 from loader_service.errors import LoaderError, name_of, text_of
 from loader_service.reading.handles import HandleCache
 from loader_service.reading.positioned import read_fully
 from loader_service.reading.threads import ReadPool
 
-log = logging.getLogger("loader_service.load")
+log = logs.logger("loader_service.load")
 
 PIECE_BYTES: Final = 64 << 20
 MOST_THREADS: Final = 16  # of a rank

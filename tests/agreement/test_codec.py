@@ -48,7 +48,7 @@ def test_log_entries_survive_the_journey(entry: Entry) -> None:
 
 
 def test_status_and_record_survive_the_journey() -> None:
-    status = Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5))
+    status = Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5), (7 << 40, 9 << 40))
     assert codec.decode_status(codec.encode_status(status)) == status
     record = codec.decode_record(codec.encode_record(PhaseRecord("d", "retry", RECORD, {"a": "b"}, {"x": [1, None]})))
     assert (record.digest, record.outcome, record.failure) == ("d", "retry", RECORD)
@@ -120,7 +120,7 @@ def test_hostile_bytes_are_refused(decoder: str, data: bytes) -> None:
 
 GOOD = {
     "record": json.loads(codec.encode_record(PhaseRecord("d", "retry", RECORD, {"a": "b"}, [1]))),
-    "status": json.loads(codec.encode_status(Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5)))),
+    "status": json.loads(codec.encode_status(Status(4, 2, "shard 1", (3, 1), FAILURE, (0, 5), (7 << 40, 9 << 40)))),
     "entry": json.loads(codec.encode_entry(Verdict(0, Phase.READ, "final", {"n": {"a": 1}}, (1,), FAILURE))),
 }
 JUNK = st.recursive(
@@ -171,7 +171,7 @@ def test_another_version_of_the_protocol_is_named_before_anything_else(name: str
     value = {"protocol": version, "unknown": 1} if version is not None else {"unknown": 1}
     data = json.dumps(value).encode()
     found = "no version" if version is None else "version "
-    with pytest.raises(MessageError, match=f"is in {found}.* of the protocol, this rank speaks version 2"):
+    with pytest.raises(MessageError, match=f"is in {found}.* of the protocol, this rank speaks version 3"):
         DECODERS[name](zlib.compress(data) if name == "body" else data)
 
 

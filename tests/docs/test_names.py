@@ -104,8 +104,8 @@ def test_every_logger_is_named_and_no_other() -> None:
     created = set()
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        created |= set(re.findall(r'getLogger\("(loader_service\.\w+)"\)', text))
-        if "getLogger(__name__)" in text:
+        created |= set(re.findall(r'logs\.logger\("(loader_service\.\w+)"\)', text))
+        if "logs.logger(__name__)" in text:
             created.add(".".join(("loader_service", *path.relative_to(PACKAGE).with_suffix("").parts)))
     named = {word for word in code_words(text_of(OPERATIONS)) if re.fullmatch(r"loader_service(\.\w+)+", word)}
     assert named == created

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loader_service.engine import BOOT_ID_PATH
+from loader_service.agreement.node import BOOT_ID_PATH
 from tests.cli.support import ROOT, WATCHDOG_S, wait_until
 from tests.hosts.host import need_hosts, two_hosts
 from tests.support.ranks import Rank, run_ranks

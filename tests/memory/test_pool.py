@@ -314,7 +314,7 @@ async def test_no_events_mean_at_once() -> None:
 async def test_a_buffer_whose_event_fails_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     # Not through pytest's capturing: it keeps the traceback, and with it the buffer.
-    monkeypatch.setattr(logging.getLogger("loader_service.memory.caretaker"), "exception", said.append)
+    monkeypatch.setattr("loader_service.memory.caretaker._log.exception", said.append)
     pinner = FakePinner()
     async with pool_of(1, pin="auto", pinner=pinner) as pool:
         lease = await pool.lease(1)
