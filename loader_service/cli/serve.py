@@ -9,9 +9,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
 
 from loader_service.cli import ranks
 from loader_service.cli.http import HttpServer
@@ -20,7 +23,7 @@ from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
 from loader_service.config.schema import ServiceConfig
 from loader_service.config.yaml_file import load_config
-from loader_service.errors import LoadCancelledError, LoaderError
+from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
 from loader_service.keeping.status import ServiceStatus
 from loader_service.planning.plan import LoadPlan
 from loader_service.resident import ResidentService
@@ -30,6 +33,7 @@ log = logging.getLogger("loader_service.serve")
 
 _SAY_EVERY_S = 10.0
 _PLAN_WAIT_S = 60.0
+_LOCAL_RANKS: Final = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,18 @@ def _config_of(options: ServeOptions) -> ServiceConfig:
     config = load_config(options.config)
     if options.socket is None:
         return config
-    serve = type(config.serve).model_validate({**config.serve.model_dump(), "socket": options.socket})
+    try:
+        serve = type(config.serve).model_validate({**config.serve.model_dump(), "socket": options.socket})
+    except ValidationError as error:
+        raise ConfigError(f"--socket: {error.errors(include_url=False)[0]['msg']}") from error
     return config.model_copy(update={"serve": serve})
+
+
+def _own_address(address: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Where this one of several services of a node serves: each at the port after that of the one before."""
+    host, _, port = address.rpartition(":")
+    local = next((environ[name] for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), "0")
+    return f"{host}:{int(port) + int(local)}" if port.isdecimal() and int(port) else address
 
 
 class _ServeProcess(RankProcess[ResidentService]):
@@ -78,8 +92,8 @@ class _ServeProcess(RankProcess[ResidentService]):
 
     async def _work(self) -> None:
         async with self._service as service:
-            self._load = service
             with self._http(asyncio.get_running_loop()) as http:
+                self._load = service  # from now on the others hear by itself of what goes wrong
                 await service.fill()
                 self._say_ready(service.status(), http)
                 await self._stop.wait()
@@ -97,7 +111,7 @@ class _ServeProcess(RankProcess[ResidentService]):
             planning = asyncio.run_coroutine_threadsafe(self._plan(load), loop)
             return planning.result(_PLAN_WAIT_S).as_json()
 
-        with HttpServer(self._options.http, self._service.status, plan) as server:
+        with HttpServer(_own_address(self._options.http), self._service.status, plan) as server:
             yield server.address
 
     async def _plan(self, load: str | None) -> LoadPlan:

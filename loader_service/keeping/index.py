@@ -76,8 +76,8 @@ class KeptIndex:
         return json.dumps(facts, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> KeptIndex:
-        """Raises AttachError for what another version has written."""
+    def decode(cls, raw: bytes, *, segments: int) -> KeptIndex:
+        """`segments`: how many memory files came with it. Raises AttachError for what another version has written."""
         try:
             facts = json.loads(raw)
             if facts["protocol"] != PROTOCOL:
@@ -86,6 +86,9 @@ class KeptIndex:
                     "the same version of the loader for both"
                 )
             files = tuple(KeptFile.from_json(file) for file in facts["files"])
-            return cls(tuple(facts["segments"]), frozenset(facts["shared"]), files)
-        except (KeyError, TypeError, ValueError) as error:
+            index = cls(tuple(facts["segments"]), frozenset(facts["shared"]), files)
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise AttachError(f"what the service told of itself cannot be read ({error})") from error
+        if len(index.segments) != segments:
+            raise AttachError(f"the service has told of {len(index.segments)} memory files, and handed over {segments}")
+        return index

@@ -68,8 +68,8 @@ class KeptView:
                     stop,
                 )
                 return
-            if held.missing(start, stop) == [(start, stop)]:
-                held.add(HeldRange(start, stop, memory, 0), 0)
+            for first, last in held.missing(start, stop):  # another service may have some of it, too
+                held.add(HeldRange(first, last, memory[first - start : last - start], 0), 0)
         if shared:
             self._shared.setdefault(file.state, []).append((file, buffer))
 
