@@ -17,7 +17,7 @@ PIP := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_D
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help venv demo test lint format bench package clean
+.PHONY: help venv demo test lint format docs bench package clean
 
 help: ## Show what there is
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,9 @@ format: $(STAMP) ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(STAMP) ## Make the reference pages and pictures in docs/ anew, from the code
+	@$(BIN)/python -m tools.docs
+
 bench: $(STAMP) ## Measure catalog, plan, streaming, tables, drafts and agreement, and print the tables
 	@$(BIN)/python -m benchmarks $(ARGS)
 
@@ -69,4 +72,4 @@ package: $(STAMP) ## Build the wheel into dist/ and try it in an environment of 
 
 clean: ## Remove the environment and everything that was made
 	rm -rf $(VENV) .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find loader_service tests -name __pycache__ -prune -exec rm -rf {} +
+	find loader_service tests tools -name __pycache__ -prune -exec rm -rf {} +

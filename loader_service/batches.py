@@ -41,7 +41,8 @@ class Piece:
 
 
 class Batch:
-    """A filled staging slot on loan and the pieces in it, in plan order. Use it as a context manager.
+    """A filled staging slot on loan and the pieces in it, in plan order. Use it as a context manager, and
+    iterate it for its `Piece`s.
 
     Leaving it gives the memory back once nothing may read it any more: where CUDA is initialised, an event on the
     current device's stream is waited for, and so is each event given to `hold_until`.

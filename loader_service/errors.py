@@ -50,6 +50,7 @@ class FailureRecord:
     errno: int | None = None
 
     def as_dict(self) -> dict[str, str | int | None]:
+        """The same as plain data, as the command line prints it."""
         return asdict(self)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
@@ -40,7 +39,7 @@ from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.file_range import FileRange
 from loader_service.reading.reader import FileIdentity
-from loader_service.rows import Reading, RowReader
+from loader_service.rows import RowReader
 from loader_service.sharing.readahead import ReadAhead, Stripe
 from loader_service.sizes import format_size
 
@@ -158,7 +157,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         purposes: Sequence[tuple[str, Purpose]],
         headers: HeadersRead,
         had: Ranges,
-        on_met: Callable[[int, int], None],
+        on_met: Callable[[int, int], Awaitable[None]],
     ) -> None:
         super().__init__(engine, load, _WHAT[purpose])
         self.status = ServedLoad(load)
@@ -172,6 +171,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         self._kept: list[KeptMemory] = []
         self.kept_on_node: tuple[Ranges, Ranges] = ({}, {})
         self._ahead: ReadAhead | None = None
+        self._left: Iterator[tuple[FileRange, memoryview]] = iter(())  # what is still to be read
         self._read_before = 0
         self._phase_began_s = time.monotonic()
 
@@ -205,6 +205,9 @@ class KeepRun(Collective[list[KeptMemory]]):
         self.status = replace(self.status, state="ready")
         return self._kept
 
+    def _forget(self) -> None:
+        self._left = iter(())
+
     async def _let_go(self) -> None:
         self.status = replace(self.status, state="failed", kept="nothing", kept_bytes=0)
         if self._ahead is not None:
@@ -231,7 +234,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         own = told[engine.group.rank]
         self._services = [rank for rank, card in enumerate(told) if card == own]
         engine.size_threads(met.counts.get("node", {}))
-        self._on_met(self._services.index(engine.group.rank), len(self._services))
+        await self._on_met(self._services.index(engine.group.rank), len(self._services))
 
     def _ranks(self, plan: LoadPlan) -> list[int]:
         """Those whose workers this node's services keep the load for."""
@@ -322,28 +325,28 @@ class KeepRun(Collective[list[KeptMemory]]):
     async def _read(self, session: Session) -> None:
         engine = self._engine
         reader = engine.row_reader(RowReader, may_drop=True)
-        running: deque[Reading] = deque()
-        for kept in self._kept:
-            for where, view in kept.views():
-                reading = reader.begin(where, view)
-                self._readings.append(reading)
-                running.append(reading)
-                if len(running) >= _AT_ONCE:
-                    await self._until_first_ends(session, running)
-        while running:
-            await self._until_first_ends(session, running)
+        self._left = (view for kept in self._kept for view in kept.views())
+        while self._begin_next(reader):
+            if len(self._readings) >= _AT_ONCE:
+                await self._until_first_ends(session)
+        while self._readings:
+            await self._until_first_ends(session)
         await engine.in_thread(self._verify, what="looking at the files again")
 
-    async def _until_first_ends(self, session: Session, running: deque[Reading]) -> None:
-        first = running[0]
-        while not await first.ended_within(LOOK_EVERY_S):
-            self._note_read(session, self._read_before + sum(reading.done_bytes for reading in running))
-            for reading in running:  # the others hear of it before what still runs has come back
+    def _begin_next(self, reader: RowReader) -> bool:
+        """Whether there was one more range. Its memory is in no frame that an exception could keep."""
+        for where, view in self._left:
+            self._readings.append(reader.begin(where, view))
+            return True
+        return False
+
+    async def _until_first_ends(self, session: Session) -> None:
+        while not await self._readings[0].ended_within(LOOK_EVERY_S):
+            self._note_read(session, self._read_before + sum(reading.done_bytes for reading in self._readings))
+            for reading in self._readings:  # the others hear of it before what still runs has come back
                 reading.raise_error()
-        first.raise_error()
-        running.popleft()
-        self._readings.remove(first)
-        self._read_before += first.done_bytes
+        self._readings[0].raise_error()
+        self._read_before += self._readings.pop(0).done_bytes
         self._note_read(session, self._read_before)
 
     def _note_read(self, session: Session, nbytes: int) -> None:

@@ -15,6 +15,7 @@ class PolicyOutcome:
     reason: str
 
     def as_dict(self) -> dict[str, str]:
+        """The same as plain data."""
         return {"requested": self.requested, "effective": self.effective, "reason": self.reason}
 
 

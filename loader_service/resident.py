@@ -71,7 +71,7 @@ class ResidentService:
         self._kept: list[KeptMemory] = []
         self._had: dict[Hashable, ByteRanges] = {}
         self._ready = False
-        self._opened = self._filling = False
+        self._used = self._filling = False
         self._began_s = self._beat_s = time.monotonic()
         self._lags: list[tuple[float, float]] = []
         self._beating: asyncio.Task[None] | None = None
@@ -83,9 +83,9 @@ class ResidentService:
         return [*((load, "keep") for load in serve.keep), *((load, "warm") for load in warm)]
 
     async def __aenter__(self) -> Self:
-        if self._opened:
+        if self._used:
             raise StateError("the service was opened before: make a new one to open it again")
-        self._opened = True
+        self._used = True
         self._began_s = self._beat_s = time.monotonic()
         self._loop = ServiceLoop()
         try:
@@ -110,22 +110,23 @@ class ResidentService:
             await loop.ended()
 
     async def fill(self) -> None:
-        """Plans, agrees, reads; collective, and once. Returns when the services of all ranks have everything.
+        """Plans, agrees, reads; collective. Returns once the services of all ranks have everything; then never again.
 
         Raises on every service or on none, with one cause. MemoryLimitError if shared host tables do not fit; a load
         that memory does not admit whole is kept as far as it does, and says so.
         """
-        if self._loop is None:
-            raise StateError("the service is not open: enter it with `async with` first")
-        if self._filling:
+        loop = self._entered
+        if self._filling or self._ready:
             raise StateError("the service was filled before, or is being filled: once is enough")
         self._filling = True
         try:
-            await self._loop.run(self._fill())
+            await loop.run(self._fill())
         except BaseException as error:
             if self._run is not None:
                 self._run.attach_verdict(error)
             raise
+        finally:
+            self._filling = False
 
     def status(self) -> ServiceStatus:
         """What the service is at; from any thread."""
@@ -134,8 +135,9 @@ class ResidentService:
         loads = dict(self._loads)
         if (run := self._run) is not None:
             loads[run.status.load] = run.status
+        late_s = max(0.0, now_s - self._beat_s - _BEAT_S)
         with self._lock:
-            late_s = max([lag_s for _, lag_s in self._lags], default=0.0)
+            worst_s = max([lag_s for _, lag_s in self._lags], default=0.0)
         ranks = ranks_of(rank, world_size, self._ranks or world_size)
         return ServiceStatus(
             version=VERSION,
@@ -146,7 +148,8 @@ class ResidentService:
             socket=wire.shown(wire.address_of(self.config, self._number)),
             ready=self._ready,
             uptime_s=now_s - self._began_s,
-            loop_lag_s=max(late_s, now_s - self._beat_s - _BEAT_S),
+            late_s=late_s,
+            loop_lag_s=max(late_s, worst_s),
             loads=tuple(loads.values()),
             workers=reception.attached if reception is not None else 0,
             worker_loads=reception.loads if reception is not None else (),
@@ -166,12 +169,22 @@ class ResidentService:
 
     async def plan(self, load: str) -> LoadPlan:
         """Every rank's plan of a load, from the headers alone."""
-        if self._loop is None or self._engine is None:
-            raise StateError("the service is not open: enter it with `async with` first")
+        loop = self._entered
         self.config.load(load)
-        return await self._loop.run(self._engine.plan(load))
+        return await loop.run(self._opened.plan(load))
+
+    @property
+    def _entered(self) -> ServiceLoop:
+        if self._loop is None:
+            raise StateError("the service is not open: enter it with `async with` first")
+        return self._loop
 
     # On the service's loop
+
+    @property
+    def _opened(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
 
     async def _start(self) -> None:
         self._beating = asyncio.ensure_future(self._beat())
@@ -198,8 +211,7 @@ class ResidentService:
                 self._lags.append((now_s, now_s - self._beat_s - _BEAT_S))
 
     async def _fill(self) -> None:
-        engine = self._engine
-        assert engine is not None
+        engine = self._opened
         for load, purpose in self._purposes():
             self._run = run = KeepRun(
                 engine,
@@ -217,12 +229,14 @@ class ResidentService:
             self._kept += new
             self._note_had(run.kept_on_node)
             log.info("load '%s': %s", load, _in_words(run.status))
-        self._open_reception()
+        await self._open_reception()
 
-    def _on_met(self, number: int, services: int) -> None:
+    async def _on_met(self, number: int, services: int) -> None:
         self._number = number
         if self._reception is None:
-            self._reception = Reception(wire.address_of(self.config, number), services, self._progress)
+            address = wire.address_of(self.config, number)
+            listening = await self._opened.in_thread(lambda: wire.listen(address), what="opening a socket for workers")
+            self._reception = Reception(listening, services, self._progress)
 
     def _progress(self) -> str:
         done = sum(load.read_bytes for load in self._loads.values())
@@ -239,14 +253,15 @@ class ResidentService:
                 before = self._had.get(state)
                 self._had[state] = ranges if before is None else before.joined(ranges)
 
-    def _open_reception(self) -> None:
+    async def _open_reception(self) -> None:
         files: list[KeptFile] = []
         for number, kept in enumerate(self._kept):
             files += [replace(file, segment=number) for file in kept.described]
         shared = frozenset(number for number, kept in enumerate(self._kept) if kept.shared)
         index = KeptIndex(tuple(kept.memory.nbytes for kept in self._kept), shared, tuple(files))
+        memory = await self._opened.in_thread(index.in_memory, what="writing down what is kept")
         assert self._reception is not None
-        self._reception.open(index, [kept.memory for kept in self._kept])
+        self._reception.open(memory, [kept.memory for kept in self._kept])
         self._ready = True
 
     async def _close(self, error: BaseException | None) -> None:
@@ -254,6 +269,7 @@ class ResidentService:
         try:
             if self._reception is not None:
                 await self._reception.close()
+                await self._opened.in_thread(self._unlink, what="removing the socket")
             if self._beating is not None:
                 self._beating.cancel()
             for kept in self._kept:
@@ -261,6 +277,9 @@ class ResidentService:
         finally:
             if self._engine is not None:
                 await uninterrupted(self._engine.close(error))
+
+    def _unlink(self) -> None:
+        wire.unlink(wire.address_of(self.config, self._number))
 
 
 def _in_words(load: ServedLoad) -> str:

@@ -145,6 +145,7 @@ class RowSource:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the elements, torch's."""
         return self._dtype
 
     @property

@@ -348,7 +348,7 @@ class LoadRun:
         plan, reading = self.plan, self._reading
         shards = plan.catalog.shards
         read = sorted(reading.shards_read) if reading is not None else []
-        table_bytes = self.tables.read_bytes if self.tables else 0
+        table_bytes = self.tables.payload_bytes if self.tables else 0
         seconds = self._seconds if self._seconds is not None else time.monotonic() - self._started_s
         return LoadReport(
             load=self.name,

@@ -93,10 +93,12 @@ class _Service:
 class LoaderService(_Service):
     """Loads a checkpoint beside inference workers. `async with LoaderService(config) as service`.
 
-    `group` says who acts together: None (torch.distributed's default group if it is initialised, alone otherwise),
-    "solo", a `ProcessGroup`, or a `Rendezvous`. `coords` overrides this rank's place in the mesh, `{axis: number}`.
-    `storage` and `pinner` replace what touches the disk and the accelerator; `attach`: see the function of that name.
-    Usable under any event loop; the loader runs on a loop of its own. Raises ConfigError before anything starts.
+    `group` says who acts together. None: torch.distributed's default group if it is initialised, else this process
+    alone, which is a ConfigError if WORLD_SIZE or OMPI_COMM_WORLD_SIZE is above 1; "solo": alone, whatever else; a
+    `ProcessGroup`: its members only; a `Rendezvous`. `coords` is this rank's place in the mesh, `{axis: number}`, given
+    on every rank or on none; without it ranks are placed row-major. `storage` and `pinner` replace what touches the
+    disk and the accelerator, for tests; `attach`: as the function of that name does. Usable under any event loop; the
+    loader runs on a loop of its own. Raises ConfigError before anything starts.
     """
 
     async def __aenter__(self) -> Self:
@@ -124,12 +126,17 @@ class LoaderService(_Service):
             await loop.ended()
 
     async def plan(self, load: str) -> LoadPlan:
-        """Every rank's plan of a load, from the headers alone. Local: other ranks are not asked."""
+        """Every rank's plan of a load, from the headers alone. Local: other ranks are not asked. With `coords`, other
+        ranks' parts are known once a load was opened."""
         loop, engine = self._opened()
         return await loop.run(engine.plan(load))
 
     def open(self, load: str) -> Load:
-        """The load `load`, to be entered with `async with`; collective. One open load for each service."""
+        """The load `load`, to be entered with `async with`; collective.
+
+        All ranks enter the same loads in the same order. One open load for each service, entered and left once;
+        StateError otherwise.
+        """
         return Load(*self._new_run(load))
 
     async def host_table(self, load: str, name: str) -> HostTable:
@@ -194,7 +201,7 @@ def attach_blocking(
 
 
 class BlockingLoaderService(_Service):
-    """`LoaderService` without await, for engines' synchronous code."""
+    """`LoaderService` without await, for engines' synchronous code: what `LoaderService.blocking(...)` makes."""
 
     def __enter__(self) -> Self:
         self._check_closed()

@@ -124,6 +124,11 @@ class Tables:
         return sum(reader.ranges.statistics.read_bytes for reader in self._readers.values())
 
     @property
+    def payload_bytes(self) -> int:
+        """What was handed over through the sources so far, read or kept by a resident service."""
+        return self.read_bytes + sum(reader.ranges.statistics.kept_bytes for reader in self._readers.values())
+
+    @property
     def shards_read(self) -> set[int]:
         """The shards of which rows were read."""
         return {self._shard_of[path] for reader in self._readers.values() for path in reader.ranges.paths_read}

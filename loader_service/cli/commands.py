@@ -94,6 +94,12 @@ def plan_command(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a picture of it: who reads what of each file, one page."),
     ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List what each rank takes of every tensor too, and which rule says so.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="List with --tensors what this rank takes, and no other.")
+    ] = None,
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,
@@ -101,9 +107,11 @@ def plan_command(
     """Show who would read what, for every rank. No payload is read, and no ranks need to run."""
 
     def work() -> int:
-        from loader_service.cli.plans import show_plan
+        from loader_service.cli.plans import PlanOptions, show_plan
 
-        return show_plan(config, load, ranks, html, as_json=json)
+        if rank is not None and not tensors:
+            raise ConfigError("--rank says whose tensors are listed: give --tensors too")
+        return show_plan(PlanOptions(config, load, ranks, html, tensors, rank, as_json=json))
 
     return Invocation(work, json, debug, log_level)
 
@@ -288,8 +296,12 @@ def compare_command(
 
 @app.command("demo")
 def demo_command(
-    folder: Annotated[Path, typer.Option("--folder", help="Where the checkpoint is made, or found.")] = Path(".demo"),
-    size: Annotated[str, typer.Option("--size", help="The checkpoint's size, such as 300MiB.")] = "300MiB",
+    folder: Annotated[
+        Path, typer.Option("--folder", metavar="FOLDER", help="Where the checkpoint is made, or found.")
+    ] = Path(".demo"),
+    size: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="The checkpoint's size, such as 300MiB.")
+    ] = "300MiB",
     json: Json = False,
     debug: Debug = False,
     log_level: Level = LogLevel.INFO,

@@ -176,9 +176,9 @@ class _Server(socketserver.TCPServer):
         gone = isinstance(sys.exception(), OSError)
         _log.log(logging.DEBUG if gone else logging.ERROR, "a connection has ended early", exc_info=True)
 
-    def _warn(self, text: str, *args: object) -> None:
+    def _warn(self, says: str, *args: object) -> None:
         if not self._warned:
-            _log.warning(text, *args)
+            _log.warning(says, *args)
         self._warned = True
 
     def service_actions(self) -> None:

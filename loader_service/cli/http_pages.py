@@ -76,14 +76,14 @@ class Pages:
             f'<li><a href="{escape(path.partition("?")[0])}">{escape(path)}</a>: {escape(says)}</li>\n'
             for path, says in PATHS.items()
         )
-        title = f"loader-service {status.version}, service {status.rank} of {status.world_size} on {status.node}"
+        title = f"loader-service {status.version}, service {status.rank} of {status.world_size}"
         page = document(title, ["Nothing can be changed from here."], f"<ul>\n{links}</ul>\n")
         return Answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(errors="replace"))
 
     def _health(self, _query: str) -> Answer:
-        lag_s = self._status().loop_lag_s
-        if lag_s > LOOP_LAG_LIMIT_S:
-            return text(HTTPStatus.SERVICE_UNAVAILABLE, f"the service's event loop is {lag_s:.1f} s late")
+        late_s = self._status().late_s
+        if late_s > LOOP_LAG_LIMIT_S:
+            return text(HTTPStatus.SERVICE_UNAVAILABLE, f"the service's event loop is {late_s:.1f} s late")
         return text(HTTPStatus.OK, "ok")
 
     def _readiness(self, _query: str) -> Answer:

@@ -198,7 +198,7 @@ METRICS: Final = (
     Metric(
         "loader_service_loop_lag_seconds",
         (),
-        "How late the service's event loop is",
+        "The longest that the service's event loop was late in the last minute",
         _service(lambda status: status.loop_lag_s),
     ),
     Metric(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from loader_service.checkpoint.catalog import Catalog
@@ -18,22 +19,55 @@ from loader_service.planning.mesh import Mesh
 from loader_service.planning.plan import LoadPlan, make_plan
 
 
-def show_plan(config_path: Path, named: str | None, ranks: int | None, html: Path | None, *, as_json: bool) -> int:
-    """Prints a load's plan for all ranks, and draws it into the file `html`. `named` None: the file's only load.
-    Returns the exit code."""
-    config, load = load_of(config_path, named)
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What `plan` was called with. `load` None: the file's only one; `ranks` None: as many as `planned_ranks` says.
+    `rank`: whose part `tensors` lists; None: every rank's."""
+
+    config: Path
+    load: str | None
+    ranks: int | None
+    html: Path | None
+    tensors: bool
+    rank: int | None
+    as_json: bool
+
+
+def show_plan(options: PlanOptions) -> int:
+    """Prints a load's plan for all ranks, and draws it into the file `html`. Returns the exit code."""
+    config, load = load_of(options.config, options.load)
+    html = options.html
     if html is not None:
         check_writable(html, option="--html")
-    plan = plan_of(config, load, ranks)
+    plan = plan_of(config, load, options.ranks)
+    if options.rank is not None:
+        plan.mesh.coordinates(options.rank)  # a rank that does not exist is refused before anything is printed
     if html is not None:
         write_text(html, _page(config, plan), option="--html")
-    if as_json:
-        print_document(plan.as_json())
+    if options.as_json:
+        _print_json(plan, config, options)
     else:
-        from loader_service.cli.render import show_load_plan
-
-        show_load_plan(plan)
+        _print_tables(plan, config, options)
     return EXIT_OK
+
+
+def _print_json(plan: LoadPlan, config: ServiceConfig, options: PlanOptions) -> None:
+    if options.tensors:
+        from loader_service.cli.plan_tensors import print_json
+
+        print_json(plan, config.load(plan.load).rules, options.rank)
+    else:
+        print_document(plan.as_json())
+
+
+def _print_tables(plan: LoadPlan, config: ServiceConfig, options: PlanOptions) -> None:
+    from loader_service.cli.render import show_load_plan
+
+    show_load_plan(plan)
+    if options.tensors:
+        from loader_service.cli.plan_tensors import print_lines
+
+        print_lines(plan, config.load(plan.load).rules, options.rank)
 
 
 def plan_of(config: ServiceConfig, load: str, ranks: int | None) -> LoadPlan:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,12 +20,11 @@ from loader_service.cli import ranks
 from loader_service.cli.http import HttpServer
 from loader_service.cli.output import print_document, print_line
 from loader_service.cli.rank_process import Meeting, RankProcess, refused
-from loader_service.cli.signals import interruptions
-from loader_service.config.schema import ServiceConfig
+from loader_service.cli.signals import Interruptions, interruptions
+from loader_service.config.schema import ServeConfig, ServiceConfig
 from loader_service.config.yaml_file import load_config
-from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
+from loader_service.errors import ConfigError, LoadCancelledError, LoaderError, StateError
 from loader_service.keeping.status import ServiceStatus
-from loader_service.planning.plan import LoadPlan
 from loader_service.resident import ResidentService
 from loader_service.sizes import format_size
 
@@ -67,10 +66,10 @@ def _config_of(options: ServeOptions) -> ServiceConfig:
     if options.socket is None:
         return config
     try:
-        serve = type(config.serve).model_validate({**config.serve.model_dump(), "socket": options.socket})
+        socket_name = ServeConfig.model_validate({"socket": options.socket}).socket
     except ValidationError as error:
-        raise ConfigError(f"--socket: {error.errors(include_url=False)[0]['msg']}") from error
-    return config.model_copy(update={"serve": serve})
+        raise ConfigError(f"--socket: {error.errors()[0]['msg']}") from error
+    return config.model_copy(update={"serve": config.serve.model_copy(update={"socket": socket_name})})
 
 
 def _own_address(address: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -91,31 +90,41 @@ class _ServeProcess(RankProcess[ResidentService]):
         self._said_s = time.monotonic()
 
     async def _work(self) -> None:
-        async with self._service as service:
-            with self._http(asyncio.get_running_loop()) as http:
-                self._load = service  # from now on the others hear by itself of what goes wrong
-                await service.fill()
-                self._say_ready(service.status(), http)
-                await self._stop.wait()
-                _notify("STOPPING=1")
-                log.info("%s: no worker is attached any more", self._signal.name if self._signal else "stopped")
+        async with self._service as service, self._http(asyncio.get_running_loop()) as http:
+            self._load = service  # from now on the others hear by itself of what goes wrong
+            await service.fill()
+            self._say_ready(service.status(), http)
+            await self._stop.wait()
+            _notify("STOPPING=1")
+            log.info("%s: the service ends", self._signal.name if self._signal is not None else "stopped")
 
-    @contextlib.contextmanager
-    def _http(self, loop: asyncio.AbstractEventLoop) -> Iterator[str | None]:
+    @contextlib.asynccontextmanager
+    async def _http(self, loop: asyncio.AbstractEventLoop) -> AsyncIterator[str | None]:
         """Serves over HTTP, where that is asked for; its address."""
         if self._options.http is None:
             yield None
             return
 
         def plan(load: str | None) -> dict[str, object]:
-            planning = asyncio.run_coroutine_threadsafe(self._plan(load), loop)
-            return planning.result(_PLAN_WAIT_S).as_json()
+            planning = asyncio.run_coroutine_threadsafe(self._service.plan(self._named(load)), loop)
+            try:
+                return planning.result(_PLAN_WAIT_S).as_json()
+            except TimeoutError:
+                raise StateError(f"the plan was not there within {_PLAN_WAIT_S:g} s") from None
 
-        with HttpServer(_own_address(self._options.http), self._service.status, plan) as server:
+        address = _own_address(self._options.http)
+        server = await self._in_thread(lambda: HttpServer(address, self._service.status, plan))
+        server.__enter__()
+        try:
             yield server.address
+        finally:  # in a thread: answers that are under way need this loop
+            await self._in_thread(server.__exit__)
 
-    async def _plan(self, load: str | None) -> LoadPlan:
-        return await self._service.plan(load or next(iter(self._service.config.loads)))
+    def _named(self, load: str | None) -> str:
+        loads = self._service.config.loads
+        if load is None and len(loads) > 1:
+            raise ConfigError(f"there are several loads: say which with ?load=, one of {', '.join(loads)}")
+        return next(iter(loads)) if load is None else load
 
     def _say_ready(self, status: ServiceStatus, http: str | None) -> None:
         kept_bytes = sum(load.kept_bytes for load in status.loads)
@@ -141,6 +150,8 @@ class _ServeProcess(RankProcess[ResidentService]):
         if self._service.status().ready:
             self._signal = number
             self._stop.set()
+            if (signals := Interruptions.installed()) is not None:
+                signals.settle()  # a launcher may repeat it
         else:
             super()._interrupted(number, work)
 

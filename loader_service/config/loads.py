@@ -48,8 +48,8 @@ class CheckpointConfig(FrozenModel):
         BeforeValidator(_paths),
         WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {**_TEXTS_SCHEMA, "minItems": 1}]}),
     ] = Field(
-        description="A folder, one file, or a list of safetensors files. Relative to the YAML file's folder; ~ "
-        "expands. Absolute once loaded, links are not resolved.",
+        description="A folder, one file, or a list of safetensors files, none of them twice. Relative to the YAML "
+        "file's folder; `~` expands. Absolute once loaded, links are not resolved.",
     )
     index: Annotated[
         Literal["advisory", "ignore"],
@@ -57,8 +57,9 @@ class CheckpointConfig(FrozenModel):
         WithJsonSchema({"enum": ["advisory", "ignore"]}),
     ] = Field(
         default="advisory",
-        description="Headers say what exists. advisory: the index decides between two copies of a name and its shards "
-        "must be there; ignore: it is not read.",
+        description="The shards' headers say what exists. `advisory`: the index decides between two copies of a name, "
+        "and shards that it names must be there; `ignore`: it is not read, which is also the way to load although it "
+        "names absent shards.",
     )
 
 
@@ -69,7 +70,9 @@ class LoadConfig(FrozenModel):
         default=None, description="A checkpoint of this load's own, instead of the common one."
     )
     skip: Globs = Field(
-        default=(), description="Globs for names that the load leaves out; case-sensitive, * crosses dots."
+        default=(),
+        description="Globs for names that the load leaves out; case-sensitive, `*` crosses dots. One that matches "
+        "nothing is a warning.",
     )
     key_prefixes: Annotated[
         tuple[str, ...] | None,
@@ -77,8 +80,9 @@ class LoadConfig(FrozenModel):
         WithJsonSchema({**_TEXTS_SCHEMA, "minItems": 1}),
     ] = Field(
         default=None,
-        description="Only names under these prefixes are taken; whole dotted segments, so that mtp.1 and mtp.1. mean "
-        "the same and never mtp.10. Without the key every name is taken.",
+        description="Only names under these prefixes are taken. Whole dotted segments: `mtp.1` and `mtp.1.` mean the "
+        "same and never take `mtp.10.x`. No globs: `*` is refused. One of several prefixes without a name is an error. "
+        "Without the key every name is taken.",
     )
     on_no_match: Annotated[
         Literal["error", "read_all"],
@@ -86,7 +90,8 @@ class LoadConfig(FrozenModel):
         WithJsonSchema({"enum": ["error", "read_all"]}),
     ] = Field(
         default="error",
-        description="When no prefix matches anything: error, or read_all (as if none were declared, and reported).",
+        description="When no prefix matches anything. `read_all`: the load is done as if none were declared, and says "
+        "so.",
     )
     rules: Rules = Field(
         default=(),
@@ -95,5 +100,5 @@ class LoadConfig(FrozenModel):
     )
     raw_dtypes: Boolean = Field(
         default=False,
-        description="Hand over types that torch cannot hold as uint8 bytes, instead of refusing them.",
+        description="Types that torch cannot hold are handed over as uint8 bytes instead of being an error.",
     )

@@ -49,8 +49,8 @@ class HostResidentRule(FrozenModel):
         BeforeValidator(fields.choice("per_rank", "shared")),
         WithJsonSchema({"enum": ["per_rank", "shared"]}),
     ] = Field(
-        description="per_rank: each rank holds the rows that its split gives it. shared: each node holds one whole "
-        "table, which its ranks fill together and all read.",
+        description="`per_rank`: each rank holds the rows that its `split` gives it. `shared`: each node holds one "
+        "whole table, which its ranks fill together and all read.",
     )
 
 
@@ -71,14 +71,14 @@ class AssignRule(FrozenModel):
     """Gives whole tensors to some ranks of an axis: by a number in the name, or by a fixed place (`to`)."""
 
     axis: AxisNames = Field(
-        description="Axis of the mesh, or a list of axes that are flattened into one, row-major.",
+        description="An axis of the mesh, or a list of axes that are flattened into one, row-major: `[moe_tp, ep]`.",
     )
     index: Annotated[
         str | None, BeforeValidator(_capture_pattern), WithJsonSchema({"type": "string", "minLength": 1})
     ] = Field(
         default=None,
-        description="Regular expression with exactly one group, searched in the name; the group is the number that "
-        "decides. Required unless `to` is given.",
+        description="Regular expression, searched in the name, with exactly one group, which captures the number that "
+        "decides. Required unless `to` is given. A matched name without the number is an error.",
     )
     how: Annotated[
         Literal["block", "round_robin", "boundaries"] | None,
@@ -86,19 +86,20 @@ class AssignRule(FrozenModel):
         WithJsonSchema({"enum": ["block", "round_robin", "boundaries"]}),
     ] = Field(
         default=None,
-        description="How numbers go to ranks: contiguous blocks, in turn, or by `boundaries`. Without the key: "
-        "boundaries when those are given, else block.",
+        description="How numbers go to ranks. `block`: contiguous ones to each; `round_robin`: in turn; `boundaries`: "
+        "as that key says. Without the key: `boundaries` where those are given, else `block`.",
     )
     boundaries: Annotated[
         tuple[int, ...] | None, BeforeValidator(fields.boundaries), WithJsonSchema(dict(_CUTS_SCHEMA))
     ] = Field(
         default=None,
-        description="One number more than the axis has ranks, from 0, non-decreasing: rank r takes the numbers from "
-        "boundaries[r] up to, and without, boundaries[r + 1].",
+        description="One number more than the axis has ranks, from 0, never falling: rank r takes the numbers from the "
+        "r-th up to, and without, the next. A number outside is an error. Not with `count` or another `how`.",
     )
     count: Annotated[int | None, BeforeValidator(fields.integer(1)), WithJsonSchema(dict(_POSITIVE_SCHEMA))] = Field(
         default=None,
-        description="How many numbers block and round_robin share out. Without the key: 1 + the largest number found.",
+        description="How many numbers `block` and `round_robin` share out. Without the key: 1 + the largest number in "
+        "the names that the rule matches, before `skip`.",
     )
     to: Annotated[
         tuple[int, ...] | Literal["all"] | None,
@@ -113,7 +114,9 @@ class AssignRule(FrozenModel):
         ),
     ] = Field(
         default=None,
-        description="Places along the axis that take the tensors whole, negative ones from the end ([0, -1]), or all.",
+        description="The places along the axis that take the tensors, whatever their number; negative ones count from "
+        "the end. `all`: every rank takes whole what a later, broader rule would split. Not with `index`, `how`, "
+        "`boundaries`, `count`.",
     )
 
     @property
@@ -165,23 +168,29 @@ _SPLIT_WAYS = ("align", "pad_to", "units", "boundaries")
 class SplitRule(FrozenModel):
     """Cuts one dimension of a tensor over the ranks of an axis. One of `align`, `pad_to`, `units`, `boundaries`."""
 
-    axis: AxisNames = Field(description="Axis of the mesh, or a list of axes that are flattened into one, row-major.")
+    axis: AxisNames = Field(
+        description="An axis of the mesh, or a list of axes that are flattened into one, as in `assign`."
+    )
     dim: Annotated[
         int,
         BeforeValidator(fields.integer(0, hint="dimensions count from the front, from 0")),
         WithJsonSchema({"type": "integer", "minimum": 0}),
-    ] = Field(description="Dimension that is cut, from 0. A tensor that lacks it, or has size 1 there, is taken whole.")
+    ] = Field(
+        description="The dimension that is cut, from 0. A tensor that lacks it, or has size 1 there, is taken whole."
+    )
     align: OneOrOneEach | None = Field(
         default=None,
-        description="Cuts fall on multiples of this many elements, so that a weight agrees with its block scales.",
+        description="Cuts fall on multiples of this many elements. With U blocks of K elements cut r is K times "
+        "`U*r//n`, so that a weight agrees with its block scales, which are cut with `align: 1` or by default.",
     )
     pad_to: OneOrOneEach | None = Field(
         default=None,
-        description="Cuts as if the dimension were padded to a multiple of this many elements (vocabulary padding).",
+        description="Cuts as if the dimension were padded to a multiple of this (vocabulary padding).",
     )
     units: OneOrOneEach | None = Field(
         default=None,
-        description="Whole units (heads) in the dimension. With fewer units than ranks each goes to several ranks.",
+        description="The number of units (heads) in the dimension; a cut goes through none. With fewer units than "
+        "ranks each goes to several consecutive ranks. It must divide the number of ranks, or be divided by it.",
     )
     boundaries: Annotated[
         tuple[int, ...] | tuple[tuple[int, ...], ...] | None,
@@ -189,8 +198,8 @@ class SplitRule(FrozenModel):
         WithJsonSchema({"anyOf": [_CUTS_SCHEMA, {"type": "array", "items": _CUTS_SCHEMA, "minItems": 1}]}),
     ] = Field(
         default=None,
-        description="The cuts themselves, in elements: one number more than the axis has ranks, from 0 to the "
-        "dimension's size.",
+        description="The cuts in elements: one number more than the axis has ranks, from 0 to the dimension's size, "
+        "never falling.",
     )
     sections: Annotated[
         tuple[int, ...] | None,
@@ -198,8 +207,8 @@ class SplitRule(FrozenModel):
         WithJsonSchema({"type": "array", "items": _POSITIVE_SCHEMA, "minItems": 1}),
     ] = Field(
         default=None,
-        description="Proportions of a fused dimension ([4, 1, 1] for q, k, v): each section is cut by itself and a "
-        "rank's parts are put together. The other keys may then be lists, one value a section.",
+        description="Proportions of a fused dimension (`[4, 1, 1]` for q, k, v). Each section is cut by itself and a "
+        "rank's parts are put together. The other keys may then be lists with one value a section.",
     )
 
     @model_validator(mode="after")
@@ -226,18 +235,21 @@ class SplitRule(FrozenModel):
 
 
 class Rule(FrozenModel):
-    """What ranks take of the tensors whose names match: for each axis the first matching rule that names it decides."""
+    """What ranks take of the tensors whose names match: for each axis the first matching rule that names it decides.
+
+    A rule that matches nothing is a warning, and so are one that decides nothing, since rules before it did, and a
+    `split` whose `dim` none of its tensors has.
+    """
 
     match: Text = Field(
-        description="Glob for whole tensor names, case-sensitive; * crosses dots. Note that '*.layers.*' does not "
-        "match 'layers.0.x'.",
+        description="Glob for the whole names of the tensors that the rule is for; case-sensitive, `*` crosses dots.",
     )
     assign: AssignRule | None = Field(default=None, description="Gives whole tensors to some ranks of an axis.")
     split: SplitRule | None = Field(default=None, description="Cuts a dimension over the ranks of an axis.")
     host_resident: HostResidentRule | None = Field(
         default=None,
-        description="Tables that stay in host memory: a load hands over row sources for them, `host_table` fills "
-        "them. Of several rules with this key the first that matches decides. They are cut by rows only: dim 0.",
+        description="The tensors stay in host memory: a load hands over row sources for them, `host_table` fills them. "
+        "Of several rules with this key the first that matches decides. They are cut by rows only: `dim: 0`.",
     )
 
     @model_validator(mode="after")

@@ -75,13 +75,16 @@ class ReadsConfig(FrozenModel):
         WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1, "maximum": MAX_THREADS}]}),
     ] = Field(
         default="auto",
-        description="Reading threads of a rank. auto: 8, or a rank's share of threads_per_node where that is less.",
+        description="Reading threads of a rank. `auto`: 8, or a rank's share of `threads_per_node` where that is less.",
     )
     threads_per_node: Annotated[
         int,
         BeforeValidator(fields.integer(1, MAX_THREADS)),
         WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_THREADS}),
-    ] = Field(default=16, description="Cap on the reading threads of all ranks of a node together, for threads: auto.")
+    ] = Field(
+        default=16,
+        description="Cap on the reading threads of all ranks of a node together, for `threads: auto`.",
+    )
     chunk_bytes: Annotated[int, BeforeValidator(fields.size(64)), _size_schema(64)] = Field(
         default=16 * MIB, description="The most bytes that one read asks for."
     )
@@ -95,9 +98,9 @@ class ReadsConfig(FrozenModel):
         WithJsonSchema({"enum": ["auto", "buffered", "direct"]}),
     ] = Field(
         default="auto",
-        description="How files are read. auto: what the page cache holds from it, the rest past it (O_DIRECT); direct: "
-        "past it without a look at what it holds; both go through it where file system or memory allow nothing else. "
-        "buffered: everything through it.",
+        description="How files are read. `auto`: what the page cache holds is copied from there, the rest is read past "
+        "it (O_DIRECT); `direct`: past it without a look at what it holds; both go through it where file system or "
+        "memory allow nothing else. `buffered`: everything through it.",
     )
     sharing: Annotated[
         Literal["auto", "none", "page_cache", "staging"],
@@ -105,9 +108,11 @@ class ReadsConfig(FrozenModel):
         WithJsonSchema({"enum": ["auto", "none", "page_cache", "staging"]}),
     ] = Field(
         default="auto",
-        description="How ranks of a node share bytes that several want. staging: each is read once, into memory that "
-        "the ranks of the node share; page_cache: each is read once, into the page cache, by turns; none: each rank "
-        "reads for itself; auto: staging or page_cache where that spares 64 MiB or more and can be had.",
+        description="How ranks of a node share bytes that several of them want. `staging`: each is read once, into "
+        "memory that the ranks of the node share; `page_cache`: each is read once, into the page cache, by turns; "
+        "`none`: each rank reads for itself, with `access: auto` through the page cache where the ranks of the node "
+        "would read more than 5 % of their bytes again; `auto`: `staging` or `page_cache` where that spares 64 MiB or "
+        "more and can be had.",
     )
     drop_page_cache: Annotated[
         Literal["auto", "always", "never"],
@@ -115,14 +120,16 @@ class ReadsConfig(FrozenModel):
         WithJsonSchema({"enum": ["auto", "always", "never"]}),
     ] = Field(
         default="auto",
-        description="Whether the page cache is given back behind reads of host-resident tables. auto: what they "
-        "brought into it, where each rank has its own rows; always: what lay there before, too. Other reads keep it.",
+        description="Whether the page cache is given back behind reads of host-resident tables, where the layout is "
+        "`per_rank` and no other rank holds the same rows. `auto`: what these reads brought into it; `always`: what "
+        "lay there before, too. Other reads keep it.",
     )
     retries: Annotated[
         int, BeforeValidator(fields.integer(0, 100)), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 100})
     ] = Field(default=3, description="How often a read that fails with an input/output error is tried again.")
     stuck_after_s: Seconds = Field(
-        default=300.0, description="A read that has not returned after so many seconds is given up and the load fails."
+        default=300.0,
+        description="A read that has not returned after so long is given up, and the load fails on all ranks.",
     )
 
 
@@ -130,7 +137,9 @@ class StagingConfig(FrozenModel):
     """Memory for bytes that are read ahead of the consumer."""
 
     capacity_bytes: Annotated[int, BeforeValidator(fields.size(4096)), _size_schema(4096)] = Field(
-        default=1024 * MIB, description="The most bytes that a rank reads ahead of its consumer. At least 4096."
+        default=1024 * MIB,
+        description="The most bytes that a rank reads ahead of its consumer. The slots that it gives to its node are a "
+        "part of them.",
     )
     pin: Annotated[
         Literal["auto", "required", "never"],
@@ -138,8 +147,9 @@ class StagingConfig(FrozenModel):
         WithJsonSchema({"enum": ["auto", "required", "never"]}),
     ] = Field(
         default="auto",
-        description="Page-locked staging memory and host-resident tables: auto pins where an accelerator is and goes "
-        "on unpinned with a warning where pinning is refused; required fails there.",
+        description="Page-locked staging memory, what ranks of a node share of it included, and host-resident tables. "
+        "`auto`: where there is an accelerator; pageable, with a warning, where that refuses; `required`: fails in "
+        "both cases, without an accelerator and where it refuses.",
     )
 
 
@@ -155,7 +165,7 @@ class CacheConfig(FrozenModel):
     """The raw weight cache."""
 
     capacity_bytes: Annotated[int, BeforeValidator(fields.size(0)), _size_schema(0)] = Field(
-        default=0, description="Bytes that the raw weight cache may hold, process-wide. 0: off."
+        default=0, description="Bytes that the raw weight cache may hold in this process. 0: there is none."
     )
 
 
@@ -176,8 +186,8 @@ class MemoryConfig(FrozenModel):
         ),
     ] = Field(
         default="auto",
-        description="Host memory that must stay free beside host-resident tables and what ranks of a node share, on a "
-        "machine and in a cgroup. auto: a tenth of all there is, at most 16 GiB.",
+        description="Host memory that must stay free beside host-resident tables and what ranks of a node share, on "
+        "the machine and in each control group with a limit. `auto`: a tenth of all there is, at most 16 GiB.",
     )
 
 
@@ -185,7 +195,8 @@ class ServiceConfig(FrozenModel):
     """The whole configuration. Made by `load_config` and `config_from_dict`, which say all that is wrong at once."""
 
     checkpoint: CheckpointConfig | None = Field(
-        default=None, description="The checkpoint of every load that has none of its own."
+        default=None,
+        description="The checkpoint of every load that has none of its own. A load without any is an error.",
     )
     mesh: Annotated[
         dict[str, int] | None,
@@ -195,11 +206,13 @@ class ServiceConfig(FrozenModel):
         ),
     ] = Field(
         default=None,
-        description="Axis name -> ranks along it. Ranks get their coordinates row-major, in the order written; the "
-        "product is the number of ranks. Without the key there is one axis, world, over all ranks.",
+        description="The axes, and how many ranks lie along each. Ranks get their coordinates row-major, in the order "
+        "written: with `{pp: 2, tp: 4}` rank 5 is pp 1, tp 1. The product must be the number of ranks, unless ranks "
+        "give their own coordinates in Python (`coords=`). Without the key there is one axis, `world`, over all ranks.",
     )
     loads: Annotated[dict[str, LoadConfig], BeforeValidator(_loads)] = Field(
-        description="Name -> load. At least one; names are free.", json_schema_extra={"minProperties": 1}
+        description="The loads by their names, which are free. At least one.",
+        json_schema_extra={"minProperties": 1},
     )
     reads: ReadsConfig = Field(default_factory=ReadsConfig, description="How the bytes are read.")
     staging: StagingConfig = Field(

@@ -18,6 +18,8 @@ _MOST_ADDRESS_BYTES: Final = 100  # sockets take 107; several services on a node
 
 
 def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and not value:
+        return ()
     names = fields.each(fields.sequence(value, "names of loads", "[target, draft]"), fields.text)
     repeated = [
         Problem((position,), f"load {name!r} is named twice; remove one", name)

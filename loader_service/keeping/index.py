@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -11,6 +12,7 @@ import numpy as np
 
 from loader_service.errors import AttachError
 from loader_service.keeping.shape import PlacedRanges
+from loader_service.memory.shared import SharedMemory
 
 PROTOCOL: Final = 1
 """Raised when services and workers would misunderstand each other."""
@@ -74,6 +76,22 @@ class KeptIndex:
             "files": [file.as_json() for file in self.files],
         }
         return json.dumps(facts, separators=(",", ":")).encode()
+
+    def in_memory(self) -> SharedMemory:
+        """As it is handed over: encoded, in memory that nobody can write to. Blocks.
+
+        Raises MemoryLimitError if that cannot be had.
+        """
+        raw = self.encode()
+        memory = SharedMemory.create(len(raw), may_freeze=True)
+        try:
+            memory.reserve(0, len(raw))
+            os.pwrite(memory.descriptor, raw, 0)
+            memory.freeze()
+        except BaseException:
+            memory.close()
+            raise
+        return memory
 
     @classmethod
     def decode(cls, raw: bytes, *, segments: int) -> KeptIndex:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from loader_service.keeping import wire
-from loader_service.keeping.index import PROTOCOL, KeptIndex
+from loader_service.keeping.index import PROTOCOL
 from loader_service.keeping.status import WorkerLoad
 from loader_service.memory.shared import SharedMemory
 
@@ -30,19 +29,17 @@ _LOST: Final = "LostWorker"
 class Reception:
     """Of one service. `services` on this node have one each. `progress` says how far the service is, in words."""
 
-    def __init__(self, address: wire.Address, services: int, progress: Callable[[], str]) -> None:
-        """Listens from now on. Raises ConfigError if the address cannot be had."""
-        self.address = address
+    def __init__(self, listening: socket.socket, services: int, progress: Callable[[], str]) -> None:
+        """Takes over a listening socket."""
         self.attached_total = self.failed_total = 0
         self._services = services
         self._progress = progress
         self._loads: dict[tuple[str, int], WorkerLoad] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._attached = 0
-        self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] | None = None
         self._index: SharedMemory | None = None
-        self._listening = wire.listen(address)
-        self._ready = asyncio.get_running_loop().create_future()
+        self._listening = listening
+        self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] = asyncio.get_running_loop().create_future()
         self._accepting = asyncio.ensure_future(self._accept())
 
     @property
@@ -55,22 +52,16 @@ class Reception:
         """The newest load of each name on each rank."""
         return tuple(self._loads.values())
 
-    def open(self, index: KeptIndex, segments: Sequence[SharedMemory]) -> None:
-        """Everything is there: whoever is or comes gets it. Raises MemoryLimitError if there is no memory for the
-        index."""
-        raw = index.encode()
-        self._index = SharedMemory.create(len(raw), may_freeze=True)
-        self._index.reserve(0, len(raw))
-        os.pwrite(self._index.descriptor, raw, 0)
-        self._index.freeze()
-        descriptors = [self._index.descriptor, *(segment.descriptor for segment in segments)]
+    def open(self, index: SharedMemory, segments: Sequence[SharedMemory]) -> None:
+        """Everything is there: whoever is or comes gets it. Takes the index over, and closes it."""
+        self._index = index
+        descriptors = [index.descriptor, *(segment.descriptor for segment in segments)]
         message = {
             "state": "ready",
             "services": self._services,
-            "index_bytes": len(raw),
+            "index_bytes": index.nbytes,
             "descriptors": len(descriptors),
         }
-        assert self._ready is not None
         self._ready.set_result((message, descriptors))
 
     async def close(self) -> None:
@@ -80,7 +71,6 @@ class Reception:
             task.cancel()
         await asyncio.wait(tasks)
         self._listening.close()
-        wire.unlink(self.address)
         if self._index is not None:
             self._index.close()
 
@@ -117,7 +107,6 @@ class Reception:
 
     async def _hand_over(self, connection: socket.socket) -> bool:
         """Whether the worker has got what is kept, once that is there."""
-        assert self._ready is not None
         while not self._ready.done():
             if not wire.send(connection, {"state": "waiting", "progress": self._progress()}):
                 return False
@@ -153,10 +142,10 @@ class Reception:
             log.debug("a worker has told %s", error)
             return
         key = load.load, load.rank
-        if len(self._loads) >= _MOST_LOADS and key not in self._loads:
-            return
+        self._loads.pop(key, None)
         self._loads[key] = load
-        ended = load.failure is not None or load.report is not None
-        (running.discard if ended else running.add)(key)
+        if len(self._loads) > _MOST_LOADS:
+            del self._loads[next(iter(self._loads))]  # the one that was told of longest ago
         if load.failure is not None:
             self.failed_total += 1
+        (running.add if load.report is None and load.failure is None else running.discard)(key)

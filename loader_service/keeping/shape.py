@@ -72,12 +72,7 @@ def streamed_ranges(plan: LoadPlan, ranks: Iterable[int]) -> dict[int, ByteRange
                 first, last = (table.start + row * table.row_bytes for row in table.rows)
                 starts.setdefault(table.shard_id, []).append(np.array([first]))
                 stops.setdefault(table.shard_id, []).append(np.array([last]))
-    return {
-        shard: ByteRanges.merged(
-            np.concatenate(starts[shard]), np.concatenate(stops[shard]), gap_bytes=plan.coalesce_gap_bytes
-        )
-        for shard in starts
-    }
+    return {shard: ByteRanges.merged(np.concatenate(starts[shard]), np.concatenate(stops[shard])) for shard in starts}
 
 
 def shared_tables(plan: LoadPlan, ranks: Iterable[int]) -> tuple[TablePart, ...]:

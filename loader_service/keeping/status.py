@@ -80,7 +80,8 @@ def _object(value: object) -> Mapping[str, object] | None:
 class ServiceStatus:
     """A resident service at one moment. `rank` and `world_size` count services, `workers` are attached processes.
 
-    `ready` once the services of all ranks have everything. `workers` counts processes that are attached now,
+    `ready` once the services of all ranks have everything. `late_s` is how late the service's event loop is at this
+    moment, `loop_lag_s` the longest in the last minute. `workers` counts processes that are attached now,
     `worker_loads` has each one's newest load of each name, `attached_total` and `failed_total` count from the start.
     """
 
@@ -92,6 +93,7 @@ class ServiceStatus:
     socket: str
     ready: bool
     uptime_s: float
+    late_s: float
     loop_lag_s: float
     loads: tuple[ServedLoad, ...]
     workers: int

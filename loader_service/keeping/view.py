@@ -68,7 +68,7 @@ class KeptView:
                     stop,
                 )
                 return
-            for first, last in held.missing(start, stop):  # another service may have some of it, too
+            for first, last in held.missing(start, stop):  # another service may have some of it
                 held.add(HeldRange(first, last, memory[first - start : last - start], 0), 0)
         if shared:
             self._shared.setdefault(file.state, []).append((file, buffer))
@@ -174,4 +174,5 @@ class KeptRangeReader(RangeReader):
         if held is None:
             return super().read_within(where, window)
         copy_segments(held, window.view)
+        self._count(where, kept_bytes=window.nbytes)
         return 0

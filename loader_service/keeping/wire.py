@@ -71,6 +71,9 @@ def listen(address: Address) -> socket.socket:
             is_other = isinstance(address, str) and not Path(address).is_socket()
             reason = "something else lies there" if is_other else "another service listens there"
         raise ConfigError(f"serve.socket: {shown(address)} cannot be had: {reason}; {advice}") from error
+    except BaseException:
+        listening.close()
+        raise
     return listening
 
 

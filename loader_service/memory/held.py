@@ -24,13 +24,13 @@ class ByteRanges:
     stops: NDArray[np.int64]
 
     @classmethod
-    def merged(cls, starts: ArrayLike, stops: ArrayLike, *, gap_bytes: int = 0) -> ByteRanges:
-        """What the ranges [starts[i], stops[i]), in any order, cover together, gaps of up to `gap_bytes` included."""
+    def merged(cls, starts: ArrayLike, stops: ArrayLike) -> ByteRanges:
+        """What the ranges [starts[i], stops[i]), in any order, cover together."""
         begins, ends = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)
         order = np.argsort(begins, kind="stable")
         order = order[ends[order] > begins[order]]
         begins, reached = begins[order], np.maximum.accumulate(ends[order])
-        apart = begins[1:] > reached[:-1] + gap_bytes
+        apart = begins[1:] > reached[:-1]
         filled = np.ones(min(1, len(order)), dtype=bool)
         return cls(begins[np.concatenate([filled, apart])], reached[np.concatenate([apart, filled])])
 

@@ -55,6 +55,7 @@ class LoadPlan:
 
     @property
     def world_size(self) -> int:
+        """For how many ranks it is."""
         return self.mesh.world_size
 
     def for_rank(self, rank: int) -> RankPlan:

@@ -105,6 +105,7 @@ class RankPlan:
 
     @property
     def extents(self) -> Extents:
+        """What is read, in plan order; each as one range of a file."""
         return Extents(self.catalog, self.extent_columns)
 
     @property
@@ -181,6 +182,7 @@ class RankPlan:
         return hasher.hexdigest()
 
     def name(self, i: int) -> str:
+        """The tensor's name."""
         return self.catalog.names[self.catalog_id(i)]
 
     def catalog_id(self, i: int) -> int:

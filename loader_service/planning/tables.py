@@ -41,6 +41,7 @@ class TablePart:
 
     @property
     def row_bytes(self) -> int:
+        """Of one row."""
         return math.prod(self.shape[1:]) * self.itemsize
 
     @property
@@ -54,6 +55,7 @@ class TablePart:
         return (self.rows[1] - self.rows[0]) * self.row_bytes
 
     def as_json(self) -> dict[str, object]:
+        """As `plan --json` has it."""
         return {"name": self.name, "layout": self.layout, "rows": list(self.rows), "bytes": self.held_bytes}
 
 
@@ -78,6 +80,7 @@ class HostMemory:
         return cls(max(own, default=0), shared_bytes, sum(own) + shared_bytes)
 
     def as_json(self) -> dict[str, int]:
+        """As `plan --json` has it."""
         return {
             "rank_bytes": self.rank_bytes,
             "shared_bytes": self.shared_bytes,

@@ -19,14 +19,15 @@ class RangeStatistics:
     """What a `RangeReader` did so far.
 
     `direct_bytes` went past the page cache, `bounced_bytes` of them by way of memory of the reader's own;
-    `cached_bytes` were found in the page cache, `buffered_bytes` read through it. `refused` says for each file why it
-    could not be read past the page cache.
+    `cached_bytes` were found in the page cache, `buffered_bytes` read through it. `kept_bytes` were not read: a
+    resident service has them in memory. `refused` says for each file why it could not be read past the page cache.
     """
 
     direct_bytes: int = 0
     bounced_bytes: int = 0
     cached_bytes: int = 0
     buffered_bytes: int = 0
+    kept_bytes: int = 0
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -81,12 +82,14 @@ class Window(NamedTuple):
 
 
 def describe(requested: Access, done: RangeStatistics) -> PolicyOutcome:
-    """A reader's policy in words: `effective` is `direct`, `buffered` or `mixed`."""
+    """A reader's policy in words: `effective` is `direct`, `buffered`, `mixed` or `kept`."""
     through = done.cached_bytes + done.buffered_bytes
     effective = "mixed" if done.direct_bytes and through else "direct" if done.direct_bytes else "buffered"
     if not done.direct_bytes and not through:
-        effective = requested
+        effective = "kept" if done.kept_bytes else requested
     parts = []
+    if done.kept_bytes:
+        parts.append(f"{format_size(done.kept_bytes)} copied from what the resident service keeps")
     if done.direct_bytes:
         bounced = f" ({format_size(done.bounced_bytes)} copied over)" if done.bounced_bytes else ""
         parts.append(f"{format_size(done.direct_bytes)} past the page cache{bounced}")

@@ -144,11 +144,14 @@ def test_head_is_get_without_its_body() -> None:
             assert (head.code, head.body) == (got.code, b"") == (code, b"")
             assert head.headers["Content-Length"] == str(len(got.body))
             assert head.headers["Content-Type"] == got.headers["Content-Type"]
+        with connected(server) as connection:  # the client above would not look at a body
+            connection.sendall(b"HEAD /status HTTP/1.1\r\n\r\n")
+            assert all_of(connection).endswith(b"\r\n\r\n")
 
 
 def test_health_is_that_of_the_loop() -> None:
     late = iter((LOOP_LAG_LIMIT_S, LOOP_LAG_LIMIT_S + 1))
-    with serving(lambda: status_with(loop_lag_s=next(late))) as server:
+    with serving(lambda: status_with(late_s=next(late))) as server:
         assert ask(server, "/healthz").code == 200
         stuck = ask(server, "/healthz")
     assert (stuck.code, stuck.body) == (503, b"the service's event loop is 31.0 s late\n")
@@ -403,7 +406,8 @@ def test_it_binds_at_once_to_that_address_alone() -> None:
             serving(address=server.address)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", int(port)), timeout=WATCHDOG_S)
-    with serving(address=server.address) as again:  # at once, whatever connections there were
+        assert ask(server, "/healthz").code == 200
+    with serving(address=server.address) as again:  # at once, although the system remembers that connection
         assert ask(again, "/healthz").code == 200
 
 

@@ -183,7 +183,7 @@ def test_a_wrong_shape_is_refused_at_its_key_path(top: dict[str, object], expect
 
 @pytest.mark.parametrize("top", [{}, {"checkpoint": {"path": "/m"}}], ids=["nothing", "checkpoint"])
 def test_loads_are_required(top: dict[str, object]) -> None:
-    assert problems(top) == ["loads: is missing; add it: Name -> load. At least one; names are free."]
+    assert problems(top) == ["loads: is missing; add it: The loads by their names, which are free. At least one."]
 
 
 class _Text(str):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "loader_service"
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 _BLOCK = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -26,13 +26,24 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def blocks(name: str, language: str) -> list[Block]:
-    """A document's fenced blocks of one language, in order."""
+def all_blocks(name: str) -> list[Block]:
+    """A document's fenced blocks, in order."""
     text = text_of(name)
     return [
         Block(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1)
         for match in _BLOCK.finditer(text)
-        if match["language"] == language
+    ]
+
+
+def blocks(name: str, language: str) -> list[Block]:
+    """Those of one language. One that says that it is not run, `sh (not run: why)`, is another language."""
+    return [block for block in all_blocks(name) if block.language == language]
+
+
+def shell_lines(name: str) -> list[str]:
+    """The lines of a document's shell blocks, whether these are run or not."""
+    return [
+        line for block in all_blocks(name) if block.language.split(" ")[0] == "sh" for line in block.text.splitlines()
     ]
 
 

@@ -6,20 +6,11 @@ import re
 
 import pytest
 
-from tests.docs.documents import DOCUMENTS, ROOT, blocks, prose, text_of
+from tests.docs.documents import DOCUMENTS, ROOT, all_blocks, blocks, prose, text_of
 
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
-OWN = [
-    "README.md",
-    "docs/architecture.md",
-    "docs/operations.md",
-    "docs/decisions.md",
-    "docs/python-api.md",
-    "docs/host-tables.md",
-    "docs/metrics.md",
-    "docs/integrations.md",
-    "docs/drafts-and-sharing.md",
-]
+MADE = [name for name in NAMES if name.startswith("docs/reference/")]
+OWN = [name for name in NAMES if name not in (*MADE, "CHANGELOG.md")]
 PRAISE = r"\b(?:blazing|lightning|seamless\w*|effortless\w*|powerful|robust|elegant\w*|cutting-edge|simply|easily)\b"
 
 
@@ -60,5 +51,45 @@ def test_a_document_holds_no_praise_and_no_long_lines_of_code(name: str) -> None
 
 
 def test_every_document_is_reached_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(([^)#\s]+)", text_of("README.md")))
-    assert {name for name in NAMES if name.startswith("docs/")} <= linked
+    linked = {
+        (ROOT / page).parent.joinpath(link).resolve().relative_to(ROOT).as_posix()
+        for page in ("README.md", "docs/README.md")
+        for link in re.findall(r"\]\(([^)#\s]+)", text_of(page))
+        if "://" not in link
+    }
+    assert set(NAMES) <= linked | {"README.md"}
+
+
+RUN = {
+    # Followed from the first line to the last, in tests/docs/test_pages.py.
+    "docs/quickstart.md": {"python", "sh", "yaml"},
+    **{name: {"python", "sh", "yaml"} for name in NAMES if name.startswith("docs/how-to/")},
+    "docs/operations.md": {"sh", "python"},  # test_pages.py, test_executors.py
+    "README.md": {"sh", "python"},  # test_examples.py
+    "docs/python-api.md": {"python"},  # test_examples.py
+    "docs/host-tables.md": {"python", "yaml"},  # test_examples.py
+    "docs/integrations.md": {"python"},  # test_integrations.py
+    "docs/drafts-and-sharing.md": {"python", "yaml"},  # test_drafts_and_sharing.py
+    "docs/configuration.md": {"yaml"},  # tests/config/test_documentation.py
+    "docs/reference/yaml.md": {"yaml"},  # test_generated.py
+}
+"""The languages of each document whose blocks a test runs, every one of them, or validates."""
+
+SHOWN = {"json", "mermaid", "text", "text floors", "text output"}
+EXCUSED = re.compile(r"(?:sh|python|yaml|console) \(not run: .{8,}\)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_is_run_or_says_why_not(name: str) -> None:
+    for block in all_blocks(name):
+        known = RUN.get(name, set()) | SHOWN
+        assert block.language in known or EXCUSED.fullmatch(block.language), (
+            f"{name}:{block.line}: nothing runs this block of {block.language!r}: have a test run it and name it in "
+            "RUN, or say why not behind its fence, ```sh (not run: needs Lustre)"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fence_stands_at_the_line_s_beginning_where_tests_see_it(name: str) -> None:
+    fences = re.findall(r"^.*(?:```|~~~).*$", text_of(name), re.MULTILINE)
+    assert len(all_blocks(name)) * 2 == len(fences), fences

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -16,8 +15,7 @@ from loader_service.cli.plans import plan_of
 from loader_service.config.schema import ReadsConfig
 from loader_service.sharing.decision import LEAST_SAVED_BYTES, LEAST_SLOT_BYTES
 from tests.docs.documents import Block, blocks, table_rows, text_of
-from tests.docs.pictures import DOCS, pictures
-from tests.docs.test_examples import execute
+from tests.docs.reader import execute
 
 PAGE = "docs/drafts-and-sharing.md"
 EXAMPLE, *OTHER_YAML = blocks(PAGE, "yaml")
@@ -83,19 +81,6 @@ def test_the_example_shows_why_a_cache_is_too_small(
 def test_other_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     document = yaml.safe_load(block.text)
     ls.config_from_dict({"checkpoint": {"path": "x"}} | document, base_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["draft.svg", "sharing.svg"])
-def test_a_picture_is_that_of_the_plan(name: str, drawn: dict[str, str]) -> None:
-    again = "draw it again with `python -m tests.docs.pictures`"
-    assert (DOCS / name).read_text(encoding="utf-8") == drawn[name], again
-    assert f"]({name})" in text_of(PAGE)
-    assert ElementTree.fromstring(drawn[name]).attrib["viewBox"].startswith("0 0 800 ")
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return dict(pictures(tmp_path_factory.mktemp("pictures")))
 
 
 def test_the_ways_and_limits_that_the_page_names_are_the_loader_s() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import asyncio
-import inspect
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import CodeType
 
 import pytest
 import torch
@@ -20,7 +16,8 @@ from safetensors import safe_open
 import loader_service as ls
 from loader_service.cli.app import run
 from loader_service.cli.demo_checkpoint import make_demo_checkpoint
-from tests.docs.documents import ROOT, Block, blocks
+from tests.docs.documents import ROOT, Block, blocks, shell_lines
+from tests.docs.reader import execute
 
 CHECKPOINT_BYTES = 3_000_000
 LOADS = {"target": {"skip": ["mtp.*"]}, "draft": {"key_prefixes": ["mtp.0.", "mtp.1."]}}
@@ -50,21 +47,6 @@ def written_files(document: str) -> dict[str, str]:
     """The files that a document's shell blocks write, with their contents."""
     text = "".join(block.text for block in blocks(document, "sh"))
     return dict(re.findall(r"^cat > (\S+) <<'YAML'\n(.*?)^YAML$", text, re.MULTILINE | re.DOTALL))
-
-
-def compiled(block: Block, document: str) -> CodeType:
-    """The block as a module that may await, its lines numbered as in the document."""
-    text = "\n" * (block.line - 1) + block.text
-    code = compile(text, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-    assert isinstance(code, CodeType)
-    return code
-
-
-def execute(block: Block, document: str, names: dict[str, object]) -> None:
-    code = compiled(block, document)
-    outcome = eval(code, names)  # a coroutine if the block awaits anything, else it has run
-    if code.co_flags & inspect.CO_COROUTINE:
-        asyncio.run(outcome)
 
 
 def test_the_example_of_an_error_prints_it(
@@ -141,8 +123,7 @@ def test_the_readme_program_reads_only_the_draft(folder: Path) -> None:
 
 def commands(document: str, program: str) -> list[list[str]]:
     """The arguments of a program wherever it is called in a document's shell blocks."""
-    lines = [line for block in blocks(document, "sh") for line in block.text.splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines if line.strip()]
+    words = [shlex.split(line, comments=True) for line in shell_lines(document) if line.strip()]
     return [line[1:] for line in words if line and line[0] == program]
 
 

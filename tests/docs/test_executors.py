@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.docs.documents import ROOT, Block, blocks
+from tests.docs.documents import ROOT, Block, blocks, shell_lines
 from tests.support.checkpoints import write_checkpoint
 from tests.support.ranks import Rank, free_port, run_ranks
 
@@ -78,11 +78,6 @@ def test_an_engine_under_torchrun(folder: Path) -> None:
 
 def test_the_mpirun_line_sets_where_ranks_meet() -> None:
     """What mpirun then starts is run in tests/e2e/test_who_takes_part.py, with the variables that it sets."""
-    (line,) = (
-        shlex.split(line)
-        for block in blocks("docs/operations.md", "sh")
-        for line in block.text.splitlines()
-        if line.startswith("mpirun")
-    )
+    (line,) = (shlex.split(line) for line in shell_lines("docs/operations.md") if line.startswith("mpirun"))
     assert {word.partition("=")[0] for word in line if word.startswith("MASTER_")} == {"MASTER_ADDR", "MASTER_PORT"}
     assert line[line.index("loader-service") :] == ["loader-service", "load", "model.yaml", "--load", "target"]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.docs.documents import blocks
-from tests.docs.test_examples import execute
+from tests.docs.reader import execute
 
 DOCUMENT = "docs/integrations.md"
 transformers = pytest.importorskip("transformers")

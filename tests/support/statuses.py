@@ -23,8 +23,8 @@ TARGET = ServedLoad("target", "reading", "tables", "no room", 9000, 6000, 7000, 
 DRAFT = ServedLoad("draft")
 
 STATUS = ServiceStatus(
-    "1.2.3", 0, 2, "node-a", (0, 4), "/run/loader.sock", False, 60.0, 0.5, (TARGET, DRAFT), 2, (RUNNING, DONE, FAILED),
-    7, 1,
+    "1.2.3", 0, 2, "node-a", (0, 4), "/run/loader.sock", False, 60.0, 0.0, 0.5, (TARGET, DRAFT), 2,
+    (RUNNING, DONE, FAILED), 7, 1,
 )  # fmt: skip
 """A service that still reads, and has two workers."""
 

@@ -1,11 +1,7 @@
-"""Draws docs/draft.svg and docs/sharing.svg anew, from the plans of a small demo checkpoint on 4 ranks:
-
-python -m tests.docs.pictures
-"""
+"""docs/draft.svg and docs/sharing.svg: the plans of a small demo checkpoint on 4 ranks."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +13,8 @@ from loader_service.cli.plan_picture import standalone
 from loader_service.cli.plans import plan_of
 from loader_service.config.yaml_file import config_from_dict
 from loader_service.memory.budget import slot_bytes_of
-from tests.docs.documents import PACKAGE, ROOT
+from tools.docs import ROOT
 
-DOCS = ROOT / "docs"
 CHECKPOINT_BYTES = 20_000_000
 RANKS = 4
 CHUNK = "256KiB"  # so that a small checkpoint has several blocks
@@ -29,7 +24,7 @@ BINS = 320
 def pictures(folder: Path) -> Mapping[str, str]:
     """The pictures by their names. `folder` is empty; the checkpoint is made there."""
     make_demo_checkpoint(folder / "checkpoint", total_bytes=CHECKPOINT_BYTES)
-    document = yaml.safe_load((PACKAGE / "cli/demo.yaml").read_text(encoding="utf-8"))
+    document = yaml.safe_load((ROOT / "loader_service/cli/demo.yaml").read_text(encoding="utf-8"))
     config = config_from_dict(document | {"mesh": {"tp": RANKS}, "reads": {"chunk_bytes": CHUNK}}, base_dir=str(folder))
     target, draft = plan_of(config, "target", RANKS), plan_of(config, "draft", RANKS)
     slot_bytes = slot_bytes_of(config.reads.chunk_bytes, config.staging.capacity_bytes)
@@ -39,9 +34,3 @@ def pictures(folder: Path) -> Mapping[str, str]:
         "draft.svg": standalone(drawn, f"A draft load on {RANKS} ranks: who reads what"),
         "sharing.svg": standalone(shared, f"Its target on {RANKS} ranks of one node: who reads what, and who for all"),
     }
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        for name, text in pictures(Path(place)).items():
-            (DOCS / name).write_text(text, encoding="utf-8")

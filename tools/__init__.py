@@ -1,0 +1,1 @@
+"""What the project makes with its own code, beside the package."""
