@@ -32,16 +32,18 @@ def config_record(
     world_size: int,
     coords: Mapping[str, int] | None,
     table: str | None = None,
+    serve: JSON = None,
     card: JSON = None,
 ) -> PhaseRecord:
     """The configuration as far as ranks must share it. `node` is counted, coordinates are listed for all to know, and
-    so is `card`, what a rank tells of its node. `table` is the host table that is asked for, if one is.
+    so is `card`, what a rank tells of its node. `table` is the host table that is asked for, if one is;
+    `serve` what resident services do, which plan for `world_size` workers.
 
     Either every rank gives coordinates or none does; what they are may differ, that is their purpose.
     """
     given = None if coords is None else "given"
     facts = {"load": load, "table": table, "planner": PLANNER_VERSION, "world_size": world_size, "coords": given}
-    body = cast(JSON, {**facts, **normalised(config, load)})
+    body = cast(JSON, {"serve": serve, **facts, **normalised(config, load)})
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return PhaseRecord(
         digest=hashlib.sha256(text.encode()).hexdigest(),

@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 from loader_service import logs
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord
+from loader_service.agreement.node import memory_device
 from loader_service.agreement.session import Session
 from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
@@ -22,6 +23,7 @@ from loader_service.keeping.index import KeptFile
 from loader_service.keeping.shape import (
     Placed,
     PlacedRanges,
+    equal_part,
     ranks_of,
     shared_tables,
     streamed_ranges,
@@ -46,6 +48,8 @@ log = logs.logger("loader_service.serve")
 _AT_ONCE = 16  # ranges that are being read; each has two chunks a thread queued
 
 Purpose = Literal["keep", "warm"]
+Ranges = Mapping[Hashable, ByteRanges]
+"""Of files, by their state."""
 _WHAT: Mapping[Purpose, str] = {"keep": "what is to be kept of it", "warm": "what is to be read ahead of it"}
 _WARMED: tuple[Kept, str] = ("page cache", "")
 
@@ -109,6 +113,11 @@ class _Part:
     files: Mapping[str, tuple[FileIdentity, PlacedRanges]]
     nbytes: int
 
+    @classmethod
+    def of(cls, ranges: Mapping[str, ByteRanges], identities: Mapping[str, FileIdentity]) -> _Part:
+        placed = Placed.of(ranges)
+        return cls({path: (identities[path], its) for path, its in placed.by_file.items()}, placed.nbytes)
+
     @property
     def read_bytes(self) -> int:
         """What is to be read for it."""
@@ -120,10 +129,12 @@ _NOTHING = _Part({}, 0)
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a load would take: what is streamed, headers and rows of single ranks; and whole tables."""
+    """What a load would take of this service: what is streamed, headers and rows of single ranks; and whole tables.
+    `node`: both as all services of the node have them, by state of the files."""
 
     streamed: _Part
     tables: _Part
+    node: tuple[Ranges, Ranges] = ({}, {})
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +144,8 @@ class _Wanted:
 class KeepRun(Collective[list[KeptMemory]]):
     """Keeps or warms one load, on the service of one rank. Runs on the service's loop.
 
-    `had`, by state of a file, is kept already; `on_met` hears which of how many services on this node this one is.
+    `purposes` are those of all loads, which services agree on; `had`, by state of a file, is kept on this node already;
+    `on_met` hears which of how many services on this node this one is.
     """
 
     def __init__(
@@ -142,18 +154,22 @@ class KeepRun(Collective[list[KeptMemory]]):
         load: str,
         purpose: Purpose,
         *,
+        purposes: Sequence[tuple[str, Purpose]],
         headers: HeadersRead,
-        had: Mapping[Hashable, ByteRanges],
+        had: Ranges,
         on_met: Callable[[int, int], Awaitable[None]],
     ) -> None:
         super().__init__(engine, load, _WHAT[purpose])
         self.status = ServedLoad(load)
         self._purpose = purpose
+        self._serve: dict[str, JSON] = {kind: [load for load, its in purposes if its == kind] for kind in _WHAT}
         self._headers = headers
         self._had = had
         self._on_met = on_met
+        self._services: Sequence[int] = ()  # of this node, by rank
         self._chosen = _Wanted(_NOTHING, _NOTHING)
         self._kept: list[KeptMemory] = []
+        self.kept_on_node: tuple[Ranges, Ranges] = ({}, {})
         self._ahead: ReadAhead | None = None
         self._left: Iterator[tuple[FileRange, memoryview]] = iter(())  # what is still to be read
         self._read_before = 0
@@ -167,8 +183,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         catalog = await opening.catalog()
         self._enter(Phase.PLAN)
         plan = await opening.plan(catalog)
-        ranks = ranks_of(engine.group.rank, engine.group.world_size, plan.world_size)
-        wanted = await engine.in_thread(lambda: self._wanted(plan, ranks), what=f"working out load '{self._load}'")
+        wanted = await engine.in_thread(lambda: self._wanted(plan), what=f"working out load '{self._load}'")
         agreed = await opening.agree_on_plan(plan, told=await self._demand(wanted))
         self._enter(Phase.OPEN)
         told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
@@ -178,7 +193,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         self._enter(Phase.READ)
         self.status = replace(self.status, state="reading")
         if self._purpose == "warm":
-            await self._read_ahead(session, plan, ranks)
+            await self._read_ahead(session, plan)
         else:
             await self._read(session)
         await session.exchange(Phase.READ, PhaseRecord())
@@ -213,29 +228,42 @@ class KeepRun(Collective[list[KeptMemory]]):
     async def _meet(self, opening: Opening) -> None:
         engine = self._engine
         async with engine.entering:
-            met = await opening.config(card={"node": engine.node})
+            # Services that see one kernel, but not each other's sockets, are as on two nodes.
+            where = await engine.in_thread(memory_device, what="which node this is")
+            met = await opening.config(serve=self._serve, card={"node": engine.node, "where": where})
         told = [cast("Mapping[str, object]", facts).get("card") for facts in met.listed or ()]
-        nodes = [cast("Mapping[str, object]", card).get("node") for card in told]
-        here = [rank for rank, node in enumerate(nodes) if node == engine.node]
-        engine.size_threads({engine.node: len(here)})
-        await self._on_met(here.index(engine.group.rank), len(here))
+        own = told[engine.group.rank]
+        self._services = [rank for rank, card in enumerate(told) if card == own]
+        engine.size_threads(met.counts.get("node", {}))
+        await self._on_met(self._services.index(engine.group.rank), len(self._services))
 
-    def _wanted(self, plan: LoadPlan, ranks: range) -> _Wanted:
-        """What of the load is not kept yet, in memory of its own. Blocks: plans every rank of the share."""
-        shards = plan.catalog.shards
-        identities = {shard.path: shard.identity for shard in shards} | {
-            path: identity for path, (identity, _) in self._headers.files.items()
-        }
-        streamed = {shards[shard].path: ranges for shard, ranges in streamed_ranges(plan, ranks).items()}
-        for path, (_, nbytes) in self._headers.files.items():
-            head = ByteRanges.merged([0], [nbytes])
-            streamed[path] = streamed[path].joined(head) if path in streamed else head
-        tables = {shards[s].path: ranges for s, ranges in table_ranges(shared_tables(plan, ranks)).items()}
-        return _Wanted(self._part(streamed, identities), self._part(tables, identities))
+    def _ranks(self, plan: LoadPlan) -> list[int]:
+        """Those whose workers this node's services keep the load for."""
+        of_all = self._engine.group.world_size
+        return [rank for place in self._services for rank in ranks_of(place, of_all, plan.world_size)]
 
-    def _part(self, wanted: Mapping[str, ByteRanges], identities: Mapping[str, FileIdentity]) -> _Part:
-        placed = Placed.of({path: self._not_had(identities[path], ranges) for path, ranges in wanted.items()})
-        return _Part({path: (identities[path], ranges) for path, ranges in placed.by_file.items()}, placed.nbytes)
+    def _wanted(self, plan: LoadPlan) -> _Wanted:
+        """What of the load is not kept yet on this node, and this service's part of it, in memory of its own. Blocks:
+        plans every rank of the node."""
+        ranks, shards = self._ranks(plan), plan.catalog.shards
+        number, count = self._services.index(self._engine.group.rank), len(self._services)
+        tables = shared_tables(plan, ranks)
+        identities = {shard.path: shard.identity for shard in shards}
+        new = [
+            {shards[s].path: self._not_had(shards[s].identity, each) for s, each in found.items()}
+            for found in (streamed_ranges(plan, ranks), table_ranges(tables), table_ranges(tables[number::count]))
+        ]
+        streamed = equal_part(new[0], number, count)
+        if number == 0:  # keeps all headers; a plan that is asked for meanwhile may add some
+            for path, (identity, nbytes) in tuple(self._headers.files.items()):
+                identities[path] = identity
+                head = self._not_had(identity, ByteRanges.merged([0], [nbytes]))
+                for each in (streamed, new[0]):
+                    each[path] = each[path].joined(head) if path in each else head
+        parts = [_Part.of(each, identities) for each in (streamed, new[2])]
+        node: list[dict[Hashable, ByteRanges]]
+        node = [{identities[path].state: ranges for path, ranges in each.items()} for each in new[:2]]
+        return _Wanted(parts[0], parts[1], (node[0], node[1]))
 
     def _not_had(self, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
         had = self._had.get(identity.state)
@@ -255,6 +283,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         streamed = wanted.streamed if kept == "everything" else _NOTHING
         tables = wanted.tables if kept in ("everything", "tables") else _NOTHING
         self._chosen = _Wanted(streamed, tables)
+        self.kept_on_node = wanted.node if kept == "everything" else ({}, wanted.node[1] if kept == "tables" else {})
         self.status = replace(
             self.status,
             kept=kept,
@@ -330,13 +359,14 @@ class KeepRun(Collective[list[KeptMemory]]):
             for path, (identity, _) in kept.files.items():
                 self._engine.verify_file(path, identity)
 
-    async def _read_ahead(self, session: Session, plan: LoadPlan, ranks: range) -> None:
+    async def _read_ahead(self, session: Session, plan: LoadPlan) -> None:
         """Into the page cache, as far as memory is free. Advisory: what goes wrong is told, and no failure."""
         engine = self._engine
         room = await engine.in_thread(self._free_bytes, what="how much memory is free")
         stripes: list[Stripe] = []
         wanted = 0
-        for shard, ranges in streamed_ranges(plan, ranks).items():
+        number, count = self._services.index(engine.group.rank), len(self._services)
+        for shard, ranges in equal_part(streamed_ranges(plan, self._ranks(plan)), number, count).items():
             for start, stop in zip(ranges.starts.tolist(), ranges.stops.tolist(), strict=True):
                 if wanted < room:
                     stripes.append((shard, start, min(stop, start + room - wanted)))

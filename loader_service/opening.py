@@ -26,16 +26,18 @@ class Opening:
         self._load = load
         self._session = session
 
-    async def config(self, table: str | None = None, card: JSON = None) -> Verdict:
-        """Agrees on the configuration. `table`, if one is filled, is agreed on too; of `card` each rank hears all."""
+    async def config(self, table: str | None = None, serve: JSON = None, card: JSON = None) -> Verdict:
+        """Agrees on the configuration. `table`, if one is filled, is agreed on too, and so is what services `serve`; of
+        `card` each rank hears all."""
         engine = self._engine
         record = config_record(
             engine.config,
             self._load,
             node=engine.node,
-            world_size=engine.group.world_size,
+            world_size=engine.ranks,
             coords=engine.coords,
             table=table,
+            serve=serve,
             card=card,
         )
         verdict = await self._session.exchange(Phase.CONFIG, record)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -17,7 +17,7 @@ from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, LoaderError, StateError
-from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose, session_name
+from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose, Ranges, session_name
 from loader_service.keeping import wire
 from loader_service.keeping.index import KeptFile, KeptIndex
 from loader_service.keeping.reception import Reception
@@ -39,8 +39,9 @@ class ResidentService:
     """Keeps loads for the workers of its node: `async with ResidentService(config) as service: await service.fill()`.
 
     One a node, or several; `group` says which services act together, as for `LoaderService`. `ranks` is how many
-    workers there are on all nodes (default: the mesh's product, else as many as services); each service keeps what its
-    share of them takes. Workers attach with `attach`, also while it fills. Raises ConfigError before anything starts.
+    workers there are on all nodes (default: the mesh's product, else as many as services). A node's share of them is as
+    large as its share of the services, which keep equal parts of what these workers take. Workers attach with `attach`,
+    also while it fills. Raises ConfigError before anything starts.
     """
 
     def __init__(
@@ -59,9 +60,6 @@ class ResidentService:
         self._headers = HeadersRead()
         mesh_ranks = math.prod(config.mesh.values()) if config.mesh is not None else None
         self._ranks = ranks or mesh_ranks
-        self._make_engine = lambda: Engine(
-            config, group, None, storage=storage, ranks=self._ranks, headers=self._headers
-        )
         self._loop: ServiceLoop | None = None
         self._engine: Engine | None = None
         self._reception: Reception | None = None
@@ -72,6 +70,7 @@ class ResidentService:
         self._kept: list[KeptMemory] = []
         self._had: dict[Hashable, ByteRanges] = {}
         self._ready = False
+        self._used = self._filling = False
         self._began_s = self._beat_s = time.monotonic()
         self._lags: list[tuple[float, float]] = []
         self._beating: asyncio.Task[None] | None = None
@@ -84,8 +83,10 @@ class ResidentService:
         return [*((load, "keep") for load in serve.keep), *((load, "warm") for load in warm)]
 
     async def __aenter__(self) -> Self:
-        if self._loop is not None:
-            raise StateError("the service is open already: make a new one to open it again")
+        if self._used:
+            raise StateError("the service was opened before: make a new one to open it again")
+        self._used = True
+        self._began_s = self._beat_s = time.monotonic()
         self._loop = ServiceLoop()
         try:
             await self._loop.run(self._start())
@@ -109,18 +110,23 @@ class ResidentService:
             await loop.ended()
 
     async def fill(self) -> None:
-        """Plans, agrees, reads; collective. Returns once the services of all ranks have everything.
+        """Plans, agrees, reads; collective. Returns once the services of all ranks have everything; then never again.
 
         Raises on every service or on none, with one cause. MemoryLimitError if shared host tables do not fit; a load
         that memory does not admit whole is kept as far as it does, and says so.
         """
         loop = self._entered
+        if self._filling or self._ready:
+            raise StateError("the service was filled before, or is being filled: once is enough")
+        self._filling = True
         try:
             await loop.run(self._fill())
         except BaseException as error:
             if self._run is not None:
                 self._run.attach_verdict(error)
             raise
+        finally:
+            self._filling = False
 
     def status(self) -> ServiceStatus:
         """What the service is at; from any thread."""
@@ -207,15 +213,23 @@ class ResidentService:
     async def _fill(self) -> None:
         engine = self._opened
         for load, purpose in self._purposes():
-            self._run = run = KeepRun(engine, load, purpose, headers=self._headers, had=self._had, on_met=self._on_met)
+            self._run = run = KeepRun(
+                engine,
+                load,
+                purpose,
+                purposes=self._purposes(),
+                headers=self._headers,
+                had=self._had,
+                on_met=self._on_met,
+            )
             try:
                 new = await run.run()
             finally:
                 self._loads[load] = run.status
             self._kept += new
-            self._note_had(new)
+            self._note_had(run.kept_on_node)
             log.info("load '%s': %s", load, _in_words(run.status))
-        self._open_reception()
+        await self._open_reception()
 
     async def _on_met(self, number: int, services: int) -> None:
         self._number = number
@@ -232,21 +246,22 @@ class ResidentService:
         done += running.read_bytes if self._loads[running.load].state != "ready" else 0
         return f"load '{running.load}' is {running.state}, {format_size(done)} read"
 
-    def _note_had(self, new: list[KeptMemory]) -> None:
+    def _note_had(self, new: Iterable[Ranges]) -> None:
+        """Also what other services of this node keep: all of them leave out the same of later loads."""
         for kept in new:
-            for file in kept.described:
-                ranges = ByteRanges(file.ranges.starts, file.ranges.stops)
-                before = self._had.get(file.state)
-                self._had[file.state] = ranges if before is None else before.joined(ranges)
+            for state, ranges in kept.items():
+                before = self._had.get(state)
+                self._had[state] = ranges if before is None else before.joined(ranges)
 
-    def _open_reception(self) -> None:
+    async def _open_reception(self) -> None:
         files: list[KeptFile] = []
         for number, kept in enumerate(self._kept):
             files += [replace(file, segment=number) for file in kept.described]
         shared = frozenset(number for number, kept in enumerate(self._kept) if kept.shared)
         index = KeptIndex(tuple(kept.memory.nbytes for kept in self._kept), shared, tuple(files))
+        memory = await self._opened.in_thread(index.in_memory, what="writing down what is kept")
         assert self._reception is not None
-        self._reception.open(index, [kept.memory for kept in self._kept])
+        self._reception.open(memory, [kept.memory for kept in self._kept])
         self._ready = True
 
     async def _close(self, error: BaseException | None) -> None:

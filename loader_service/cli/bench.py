@@ -110,6 +110,7 @@ class _BenchProcess(RankProcess[Load]):
         super().__init__(options, place, meeting, config.agreement, load=load)
         self._options = options
         self._config = config
+        self._load_name = load
         self._most_bytes = most_bytes
         self._others: Literal["gather", "load", "hear"] = "gather"  # what they wait in; or they hear of it anyway
         self._files: list[str] = []

@@ -206,7 +206,11 @@ def serve_command(
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option("--http", metavar="HOST:PORT", help="Serve /healthz, /readyz, /metrics, /status and /plan there."),
+        typer.Option(
+            "--http",
+            metavar="HOST:PORT",
+            help="Serve /healthz, /readyz, /metrics, /status and /plan there; other services of a node: one port on.",
+        ),
     ] = None,
     json: Json = False,
     debug: Debug = False,

@@ -147,6 +147,7 @@ class _LoadProcess(RankProcess[Load]):
         self._options = options
         self._known = known
         self._config = config
+        self._load_name = load
         self._progress: LoadProgress = progress_of(load, shown=place.rank == 0, others=self._known_of_all)
         self._gathering = False
         self._began_at = datetime.now().astimezone().isoformat(timespec="seconds")

@@ -130,7 +130,7 @@ class RankProcess(ABC, Generic[FailingT]):
         self._meeting = meeting
         self._settings = settings
         self._load: FailingT | None = None
-        self._load_name = load
+        self._subject = logs.Subject(load, place.rank, place.world_size)
         self._telling = Teller(telling, place, stopped=lambda: self._stood_still_s > settings.timeout_s / 2)
         self._threads = ReadPool(1, name="loader-check")
         self._signal: signal.Signals | None = None
@@ -147,7 +147,7 @@ class RankProcess(ABC, Generic[FailingT]):
 
     async def main(self, signals: Interruptions) -> int:
         """Runs the work to its end, however it ends, and prints what is due on this rank. Returns the exit code."""
-        logs.begin(logs.Subject(self._load_name, self._place.rank, self._place.world_size))
+        logs.begin(self._subject)
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._work())
         signals.on_first(lambda number: _call_soon(loop, self._interrupted, number, work))

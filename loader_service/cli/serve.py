@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -31,6 +32,7 @@ log = logs.logger("loader_service.serve")
 
 _SAY_EVERY_S = 10.0
 _PLAN_WAIT_S = 60.0
+_LOCAL_RANKS: Final = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,13 @@ def _config_of(options: ServeOptions) -> ServiceConfig:
     return config.model_copy(update={"serve": config.serve.model_copy(update={"socket": socket_name})})
 
 
+def _own_address(address: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Where this one of several services of a node serves: each at the port after that of the one before."""
+    host, _, port = address.rpartition(":")
+    local = next((environ[name] for name in _LOCAL_RANKS if environ.get(name, "").isdecimal()), "0")
+    return f"{host}:{int(port) + int(local)}" if port.isdecimal() and int(port) else address
+
+
 class _ServeProcess(RankProcess[ResidentService]):
     def __init__(
         self, options: ServeOptions, place: ranks.Place, config: ServiceConfig, service: ResidentService
@@ -81,14 +90,13 @@ class _ServeProcess(RankProcess[ResidentService]):
         self._said_s = time.monotonic()
 
     async def _work(self) -> None:
-        async with self._service as service:
-            self._load = service
-            async with self._http(asyncio.get_running_loop()) as http:
-                await service.fill()
-                self._say_ready(service.status(), http)
-                await self._stop.wait()
-                _notify("STOPPING=1")
-                log.info("%s: the service ends", self._signal.name if self._signal is not None else "stopped")
+        async with self._service as service, self._http(asyncio.get_running_loop()) as http:
+            self._load = service  # from now on the others hear by itself of what goes wrong
+            await service.fill()
+            self._say_ready(service.status(), http)
+            await self._stop.wait()
+            _notify("STOPPING=1")
+            log.info("%s: the service ends", self._signal.name if self._signal is not None else "stopped")
 
     @contextlib.asynccontextmanager
     async def _http(self, loop: asyncio.AbstractEventLoop) -> AsyncIterator[str | None]:
@@ -104,7 +112,8 @@ class _ServeProcess(RankProcess[ResidentService]):
             except TimeoutError:
                 raise StateError(f"the plan was not there within {_PLAN_WAIT_S:g} s") from None
 
-        server = await self._in_thread(lambda: HttpServer(self._options.http or "", self._service.status, plan))
+        address = _own_address(self._options.http)
+        server = await self._in_thread(lambda: HttpServer(address, self._service.status, plan))
         server.__enter__()
         try:
             yield server.address

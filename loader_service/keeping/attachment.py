@@ -12,11 +12,11 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Final, cast
+from typing import Final
 
 from loader_service import logs
 from loader_service.config.schema import ServiceConfig
-from loader_service.errors import AttachError, LoaderError
+from loader_service.errors import AttachError, LoaderError, MemoryLimitError
 from loader_service.keeping import wire
 from loader_service.keeping.index import PROTOCOL, KeptIndex
 from loader_service.keeping.view import Kept, KeptBytes, KeptHeaders, KeptRangeReader, KeptView
@@ -66,67 +66,94 @@ class Attachment:
         """
         self._let_go()
         try:
-            self._connect_all(time.monotonic() + self._config.agreement.start_timeout_s)
+            self._connect_all()
         except LoaderError as error:
-            self._let_go()
-            if self._ended or self._config.serve.if_absent == "error":
-                raise
-            if self.outcome.reason != error.message:  # again and again, with each load
-                log.warning("%s; files are read here (serve.if_absent: read)", error.message)
-            self.outcome = self._absent(error.message)
+            self._do_without(error)
 
-    def _connect_all(self, deadline_s: float) -> None:
-        number = services = 0
-        while number == 0 or number < services:
-            services = self._connect(wire.address_of(self._config, number), deadline_s)
+    def _do_without(self, error: LoaderError) -> None:
+        """Goes on without the services; raises where that is not wanted."""
+        self._let_go()
+        if self._ended or self._config.serve.if_absent == "error":
+            raise error
+        if self.outcome.reason != error.message:  # again and again, with each load
+            log.warning("%s; files are read here (serve.if_absent: read)", error.message)
+        self.outcome = self._absent(error.message)
+
+    def _connect_all(self) -> None:
+        began_s, number, services = time.monotonic(), 0, 1
+        while number < services:
+            services = self._connect(wire.address_of(self._config, number), began_s)
             number += 1
         self.headers = KeptHeaders(KeptView(self._kept), self._kept)
         self.outcome = PolicyOutcome(self._config.serve.if_absent, "attached", f"to {self.where}")
         log.info("attached to %s", self.where)
 
-    def _connect(self, address: wire.Address, deadline_s: float) -> int:
+    def _connect(self, address: wire.Address, began_s: float) -> int:
         """Returns how many services the node has."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connections.append(connection)
         name = wire.shown(address)
         try:
-            connection.connect(address)
-            connection.setblocking(False)  # from here on it is asked before, or nobody waits for it
+            self._reach(connection, address)
             if not wire.is_trusted(user := wire.peer(connection)[1]):
                 raise AttachError(f"what listens on {name} is a process of user {user}: it is not trusted")
             wire.send(connection, {"protocol": PROTOCOL, "process": os.getpid()})
-            return self._receive(connection, name, deadline_s)
+            return self._receive(connection, name, began_s)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
             advice = "start `loader-service serve` on this node, as this user and in this network namespace"
             raise AttachError(f"no resident service answers on {name} ({reason}): {advice}") from error
 
-    def _receive(self, connection: socket.socket, name: str, deadline_s: float) -> int:
+    def _reach(self, connection: socket.socket, address: wire.Address) -> None:
+        """Connects. A service that is stuck lets so many wait, and then nobody any more."""
+        connection.setblocking(False)
+        until_s = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                connection.connect(address)
+            except BlockingIOError:
+                if time.monotonic() > until_s or self._ended:
+                    why = f"has taken nobody for {_ANSWER_S:g} s: it is stuck"
+                    raise AttachError(f"the service on {wire.shown(address)} {why}") from None
+                time.sleep(_LOOK_S)
+            else:
+                return
+
+    def _receive(self, connection: socket.socket, name: str, began_s: float) -> int:
         heard_s = time.monotonic()
+        arriving = select.poll()
+        arriving.register(connection, select.POLLIN)
         while not self._ended:
             now_s = time.monotonic()
-            if not select.select([connection], [], [], _LOOK_S)[0]:
+            if not arriving.poll(1000 * _LOOK_S):
                 if now_s - heard_s > _ANSWER_S:
                     raise AttachError(f"the service on {name} has said nothing for {_ANSWER_S:g} s: it is stuck")
                 continue
             heard_s = now_s
             message, descriptors = wire.receive(connection)
-            if message.get("state") == "ready":
-                self._kept.append(_kept_of(message, descriptors))
-                return cast(int, message["services"])
-            if message.get("state") != "waiting":
-                why = message.get("why", "it has ended, or failed: see its log")
+            if message is not None and message.get("state") == "ready":
+                services, kept = _handed_over(message, descriptors)
+                self._kept.append(kept)
+                return services
+            if message is None or message.get("state") != "waiting":
+                why = (message or {}).get("why", "it has ended, or failed: see its log")
                 raise AttachError(f"the service on {name} does not attach this worker: {why}")
-            self.progress = f"the service on {name} is not ready: {message.get('progress')}"
-            if now_s > deadline_s:
-                limit_s = self._config.agreement.start_timeout_s
-                raise AttachError(f"{self.progress}, after {limit_s:g} s (agreement.start_timeout_s)")
+            waited_s = now_s - began_s
+            # Not the same twice: a service that waits for others, or zeroes memory, is not stuck.
+            self.progress = f"the service on {name} is not ready after {waited_s:.0f} s: {message.get('progress')}"
+            if waited_s > self._config.agreement.start_timeout_s:
+                raise AttachError(f"{self.progress} (agreement.start_timeout_s)")
         raise AttachError("the worker's service was closed")
 
     def view(self) -> KeptView | None:
-        """Fresh mappings of what is kept; None while not attached."""
-        with self._lock:
-            return KeptView(self._kept) if self._kept else None
+        """Fresh mappings of what is kept; None while not attached. Where there is no room for them, it is as if no
+        service were there."""
+        try:
+            with self._lock:
+                return KeptView(self._kept) if self._kept else None
+        except MemoryLimitError as error:
+            self._do_without(error)
+            return None
 
     def bytes_of(self, plan: RankPlan) -> KeptBytes | None:
         """What is kept of a plan; None while not attached."""
@@ -170,14 +197,15 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _kept_of(message: Mapping[str, object], descriptors: list[int]) -> Kept:
-    """What a service keeps, of its last message: the index is in the first memory file. Takes the descriptors over."""
+def _handed_over(message: Mapping[str, object], descriptors: list[int]) -> tuple[int, Kept]:
+    """How many services the node has, and what this one keeps, of its last message: the index is in the first memory
+    file. Takes the descriptors over."""
     left = list(descriptors)
     memories: list[SharedMemory] = []
     try:
-        _check_count(message, left)
-        with contextlib.closing(SharedMemory.received(left.pop(0), cast(int, message["index_bytes"]))) as memory:
-            index = KeptIndex.decode(os.pread(memory.descriptor, memory.nbytes, 0))
+        services, index_bytes = _announced(message, len(left))
+        with contextlib.closing(SharedMemory.received(left.pop(0), index_bytes)) as memory:
+            index = KeptIndex.decode(os.pread(memory.descriptor, memory.nbytes, 0), segments=len(left))
         memories.extend(SharedMemory.received(left.pop(0), nbytes) for nbytes in index.segments)
     except BaseException:
         for memory in memories:
@@ -186,11 +214,16 @@ def _kept_of(message: Mapping[str, object], descriptors: list[int]) -> Kept:
     finally:
         for descriptor in left:
             os.close(descriptor)
-    return Kept(index, memories)
+    return services, Kept(index, memories)
 
 
-def _check_count(message: Mapping[str, object], descriptors: list[int]) -> None:
-    if len(descriptors) != message["descriptors"]:
+def _announced(message: Mapping[str, object], descriptors: int) -> tuple[int, int]:
+    """(how many services the node has, size of the index), if all descriptors have come."""
+    services, index_bytes, count = (message.get(key) for key in ("services", "index_bytes", "descriptors"))
+    if not (isinstance(services, int) and isinstance(index_bytes, int) and isinstance(count, int)):
+        raise AttachError("what the service told of itself cannot be read: is it one of this loader's?")
+    if not descriptors or descriptors != count:
         raise AttachError(
             "memory that the service has handed over was lost on the way: raise the limit of open files (ulimit -n)"
         )
+    return services, index_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -11,6 +12,7 @@ import numpy as np
 
 from loader_service.errors import AttachError
 from loader_service.keeping.shape import PlacedRanges
+from loader_service.memory.shared import SharedMemory
 
 PROTOCOL: Final = 1
 """Raised when services and workers would misunderstand each other."""
@@ -75,9 +77,25 @@ class KeptIndex:
         }
         return json.dumps(facts, separators=(",", ":")).encode()
 
+    def in_memory(self) -> SharedMemory:
+        """As it is handed over: encoded, in memory that nobody can write to. Blocks.
+
+        Raises MemoryLimitError if that cannot be had.
+        """
+        raw = self.encode()
+        memory = SharedMemory.create(len(raw), may_freeze=True)
+        try:
+            memory.reserve(0, len(raw))
+            os.pwrite(memory.descriptor, raw, 0)
+            memory.freeze()
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+
     @classmethod
-    def decode(cls, raw: bytes) -> KeptIndex:
-        """Raises AttachError for what another version has written."""
+    def decode(cls, raw: bytes, *, segments: int) -> KeptIndex:
+        """`segments`: how many memory files came with it. Raises AttachError for what another version has written."""
         try:
             facts = json.loads(raw)
             if facts["protocol"] != PROTOCOL:
@@ -86,6 +104,9 @@ class KeptIndex:
                     "the same version of the loader for both"
                 )
             files = tuple(KeptFile.from_json(file) for file in facts["files"])
-            return cls(tuple(facts["segments"]), frozenset(facts["shared"]), files)
-        except (KeyError, TypeError, ValueError) as error:
+            index = cls(tuple(facts["segments"]), frozenset(facts["shared"]), files)
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise AttachError(f"what the service told of itself cannot be read ({error})") from error
+        if len(index.segments) != segments:
+            raise AttachError(f"the service has told of {len(index.segments)} memory files, and handed over {segments}")
+        return index

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Final, cast
+from dataclasses import replace
+from typing import Final
 
 from loader_service import logs
 from loader_service.keeping import wire
-from loader_service.keeping.index import PROTOCOL, KeptIndex
+from loader_service.keeping.index import PROTOCOL
 from loader_service.keeping.status import WorkerLoad
 from loader_service.memory.shared import SharedMemory
-from loader_service.timeline import Counters
 
 log = logs.logger("loader_service.serve")
 
 _TELL_EVERY_S: Final = 1.0
 _HELLO_S: Final = 10.0
-_MOST_LOADS: Final = 10_000  # whose newest news is kept
-_COUNTERS = frozenset(counter.name for counter in fields(Counters))
+_MOST_LOADS: Final = 1000  # whose newest news is kept, each of at most a packet
+_LOST: Final = "LostWorker"
 
 
 class Reception:
@@ -54,17 +52,14 @@ class Reception:
         """The newest load of each name on each rank."""
         return tuple(self._loads.values())
 
-    def open(self, index: KeptIndex, segments: Sequence[SharedMemory]) -> None:
-        """Everything is there: whoever is or comes gets it. Raises MemoryLimitError if there is no memory for the
-        index."""
-        raw = index.encode()
-        self._index = SharedMemory.create(len(raw))
-        os.pwrite(self._index.descriptor, raw, 0)
-        descriptors = [self._index.descriptor, *(segment.descriptor for segment in segments)]
+    def open(self, index: SharedMemory, segments: Sequence[SharedMemory]) -> None:
+        """Everything is there: whoever is or comes gets it. Takes the index over, and closes it."""
+        self._index = index
+        descriptors = [index.descriptor, *(segment.descriptor for segment in segments)]
         message = {
             "state": "ready",
             "services": self._services,
-            "index_bytes": len(raw),
+            "index_bytes": index.nbytes,
             "descriptors": len(descriptors),
         }
         self._ready.set_result((message, descriptors))
@@ -101,6 +96,8 @@ class Reception:
                 return
             async with asyncio.timeout(_HELLO_S):
                 hello = await self._hear(connection)
+            if hello is None:
+                return
             if hello.get("protocol") != PROTOCOL:
                 why = f"it speaks version {hello.get('protocol')} of the protocol, the service {PROTOCOL}: install the "
                 wire.send(connection, {"state": "refused", "why": why + "same version of the loader for both"})
@@ -121,34 +118,34 @@ class Reception:
         self.attached_total += 1
         self._attached += 1
         log.info("worker attached: process %d", process)
+        running: set[tuple[str, int]] = set()
         try:
-            while message := await self._hear(connection):
-                self._note(message)
+            while (message := await self._hear(connection)) is not None:
+                self._note(message, running)
         finally:
             self._attached -= 1
             log.info("worker gone: process %d", process)
+            for key in running:
+                lost = {"error": _LOST, "message": f"process {process} has gone while it loaded"}
+                self._loads[key] = replace(self._loads[key], failure=lost)
+                self.failed_total += 1
 
-    async def _hear(self, connection: socket.socket) -> dict[str, object]:
-        """The next message; {} at the end."""
+    async def _hear(self, connection: socket.socket) -> dict[str, object] | None:
+        """The next message; None at the end."""
         return wire.decode(await asyncio.get_running_loop().sock_recv(connection, wire.MOST_BYTES))
 
-    def _note(self, message: Mapping[str, object]) -> None:
-        with contextlib.suppress(KeyError, TypeError, ValueError):  # what makes no sense says nothing
-            told = cast("Mapping[str, int | bool]", message["counters"])
-            counters = Counters(**{name: value for name, value in told.items() if name in _COUNTERS})  # type: ignore[arg-type]
-            load = WorkerLoad(
-                load=str(message["load"]),
-                rank=int(cast(int, message["rank"])),
-                world_size=int(cast(int, message["world_size"])),
-                process=int(cast(int, message["process"])),
-                counters=counters,
-                loop_lag_s=float(cast(float, message["loop_lag_s"])),
-                report=cast("Mapping[str, object] | None", message.get("report")),
-                failure=cast("Mapping[str, object] | None", message.get("failure")),
-            )
-            if load.failure is not None:
-                self.failed_total += 1
-            self._loads.pop((load.load, load.rank), None)
-            self._loads[load.load, load.rank] = load
-            if len(self._loads) > _MOST_LOADS:
-                del self._loads[next(iter(self._loads))]  # the one that was told of longest ago
+    def _note(self, message: Mapping[str, object], running: set[tuple[str, int]]) -> None:
+        """Keeps what a worker tells of a load; `running` are those of the same worker that have not ended."""
+        try:
+            load = WorkerLoad.from_json(message)
+        except ValueError as error:  # what makes no sense says nothing
+            log.debug("a worker has told %s", error)
+            return
+        key = load.load, load.rank
+        self._loads.pop(key, None)
+        self._loads[key] = load
+        if len(self._loads) > _MOST_LOADS:
+            del self._loads[next(iter(self._loads))]  # the one that was told of longest ago
+        if load.failure is not None:
+            self.failed_total += 1
+        (running.add if load.report is None and load.failure is None else running.discard)(key)

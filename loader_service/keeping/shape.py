@@ -6,9 +6,9 @@ as in its file: address and offset leave the same rest by the page size, so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from loader_service.planning.plan import LoadPlan
 from loader_service.planning.tables import TablePart
 
 Int64s = NDArray[np.int64]
+Key = TypeVar("Key", int, str)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,7 @@ class Placed:
         return cls(placed, offset)
 
 
-def streamed_ranges(plan: LoadPlan, ranks: range) -> dict[int, ByteRanges]:
+def streamed_ranges(plan: LoadPlan, ranks: Iterable[int]) -> dict[int, ByteRanges]:
     """By shard, all that these ranks take of a load but its shared host tables, as they read it, gaps included."""
     starts: dict[int, list[Int64s]] = {}
     stops: dict[int, list[Int64s]] = {}
@@ -74,7 +75,7 @@ def streamed_ranges(plan: LoadPlan, ranks: range) -> dict[int, ByteRanges]:
     return {shard: ByteRanges.merged(np.concatenate(starts[shard]), np.concatenate(stops[shard])) for shard in starts}
 
 
-def shared_tables(plan: LoadPlan, ranks: range) -> tuple[TablePart, ...]:
+def shared_tables(plan: LoadPlan, ranks: Iterable[int]) -> tuple[TablePart, ...]:
     """The shared host tables that any of these ranks takes rows of, whole, in plan order."""
     found: dict[str, TablePart] = {}
     for rank in ranks:
@@ -93,6 +94,20 @@ def table_ranges(tables: Sequence[TablePart]) -> dict[int, ByteRanges]:
         shard: ByteRanges.merged([t.start for t in these], [t.start + t.nbytes for t in these])
         for shard, these in by_shard.items()
     }
+
+
+def equal_part(ranges: Mapping[Key, ByteRanges], number: int, count: int) -> dict[Key, ByteRanges]:
+    """Of the bytes of all files, in order, the part `number` of `count` equal ones: there are few cuts, so that few
+    tensors lie in two parts."""
+    nbytes = sum(each.nbytes for each in ranges.values())
+    first, last = (nbytes * place // count for place in (number, number + 1))
+    found, passed = {}, 0
+    for key in sorted(ranges):
+        part = ranges[key].stretch(first - passed, last - passed)
+        if part.nbytes:
+            found[key] = part
+        passed += ranges[key].nbytes
+    return found
 
 
 def ranks_of(place: int, services: int, ranks: int) -> range:

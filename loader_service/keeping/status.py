@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal, Self
 
 from loader_service.timeline import Counters
 
 State = Literal["waiting", "agreeing", "reading", "ready", "failed"]
 Kept = Literal["everything", "tables", "page cache", "nothing"]
+
+_COUNTERS = tuple(counter.name for counter in fields(Counters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,32 @@ class WorkerLoad:
     loop_lag_s: float = 0.0
     report: Mapping[str, object] | None = None
     failure: Mapping[str, object] | None = None
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, object]) -> Self:
+        """What a worker told. Raises ValueError for what makes no sense: it is shown to others, and counted."""
+        load, lag_s, counters = told.get("load"), told.get("loop_lag_s"), told.get("counters")
+        rank, world_size, process = (_whole(told.get(key)) for key in ("rank", "world_size", "process"))
+        report, failure = (_object(told.get(key)) for key in ("report", "failure"))
+        if not (isinstance(load, str) and isinstance(lag_s, int | float) and isinstance(counters, Mapping)):
+            raise ValueError("no name, lag or counters of a load")  # noqa: TRY004 - it is not the caller's
+        if not math.isfinite(lag_s):
+            raise ValueError(f"a lag of {lag_s} s")
+        load.encode()  # a lone surrogate cannot be shown
+        known = {name: _whole(counters[name]) for name in _COUNTERS if name in counters}
+        return cls(load, rank, world_size, process, Counters(**known), lag_s, report, failure)  # type: ignore[arg-type]
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError("something else than a number")
+    return value
+
+
+def _object(value: object) -> Mapping[str, object] | None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError("something else than a report")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from loader_service.timeline import Counters
 
 TELL_EVERY_S: Final = 1.0
 _BEAT_S: Final = 0.1
+_MOST_CHARS: Final = 4096  # of a message: paths and names in it may be any number
 
 
 class Telling:
@@ -46,7 +47,9 @@ class Telling:
         failure = record_of(error).as_dict() if error is not None else None
         done = report.as_dict() if report is not None else None
         if done is not None:
-            del done["files_read"]  # may be more than a packet takes
+            del done["files_read"], done["warnings"]  # may be more than a packet takes
+        if failure is not None:
+            failure["message"] = str(failure["message"])[:_MOST_CHARS]
         self._tell(report=done, failure=failure)
 
     def _tell(self, **more: object) -> None:

@@ -23,6 +23,8 @@ from loader_service.errors import ConfigError
 MOST_BYTES: Final = 64 << 10
 MOST_DESCRIPTORS: Final = 250  # the kernel takes 253 with one packet
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
+_INT: Final = struct.Struct("i")
+_MSG_CMSG_CLOEXEC: Final = 0x40000000  # Python does not name it: a program that is started meanwhile gets none of them
 
 Address = str | bytes
 
@@ -64,7 +66,10 @@ def listen(address: Address) -> socket.socket:
     except OSError as error:
         listening.close()
         advice = "give another `serve.socket`, or end the service that has it"
-        reason = "another service listens there" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
+        reason = os.strerror(error.errno or 0)
+        if error.errno == errno.EADDRINUSE:
+            is_other = isinstance(address, str) and not Path(address).is_socket()
+            reason = "something else lies there" if is_other else "another service listens there"
         raise ConfigError(f"serve.socket: {shown(address)} cannot be had: {reason}; {advice}") from error
     except BaseException:
         listening.close()
@@ -107,9 +112,11 @@ def is_trusted(user: int) -> bool:
     return user in (os.geteuid(), 0)
 
 
-def decode(packet: bytes) -> dict[str, object]:
-    """A packet's message; empty for what is none."""
-    with contextlib.suppress(ValueError):
+def decode(packet: bytes) -> dict[str, object] | None:
+    """A packet's message, empty for what is none; None for no packet at all, the end of the connection."""
+    if not packet:
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
         message = json.loads(packet)
         if isinstance(message, dict):
             return message
@@ -127,12 +134,17 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     return True
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, object], list[int]]:
-    """One message with its descriptors; no message at all ({}) at the end of the connection. Blocks as the socket does.
+def receive(connection: socket.socket) -> tuple[dict[str, object] | None, list[int]]:
+    """One message with its descriptors; None at the end of the connection. Blocks as the socket does.
 
     Raises OSError. Descriptors that the system dropped on the way, for want of free ones, are missing.
     """
-    packet, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)  # `recv_fds` drops the flag: programs started here would keep them
+    room = socket.CMSG_SPACE(MOST_DESCRIPTORS * _INT.size)
+    packet, ancillary, _, _ = connection.recvmsg(MOST_BYTES, room, _MSG_CMSG_CLOEXEC)
+    descriptors = [
+        number
+        for level, kind, data in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (number,) in _INT.iter_unpack(data[: len(data) - len(data) % _INT.size])
+    ]
     return decode(packet), descriptors

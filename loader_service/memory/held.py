@@ -42,6 +42,13 @@ class ByteRanges:
         """They and `others`."""
         return ByteRanges.merged([*self.starts, *others.starts], [*self.stops, *others.stops])
 
+    def stretch(self, first: int, last: int) -> ByteRanges:
+        """Of all their bytes, in order, number `first` to number `last`, the latter not included."""
+        moved = self.starts - np.concatenate([[0], np.cumsum(self.stops - self.starts)[:-1]]).astype(np.int64)
+        starts, stops = np.maximum(self.starts, moved + first), np.minimum(self.stops, moved + last)
+        kept = starts < stops
+        return ByteRanges(starts[kept], stops[kept])
+
     def without(self, others: ByteRanges) -> ByteRanges:
         """What of them is in none of `others`."""
         edges = np.unique(np.concatenate([self.starts, self.stops, others.starts, others.stops]))

@@ -96,16 +96,16 @@ async def test_services_keep_what_their_share_of_the_workers_takes(small: Checkp
     assert [report.policies["service"].effective for report in reports] == ["kept"] * 4
     services = values(await serving)
     assert [service.status().ranks_served for service in services] == [(0, 2), (2, 4)]
-    big = small.tensor("big.weight").nbytes
-    for seat in seats:
-        assert payload_bytes_read(seat.storage) == small.payload_bytes - big // 2
+    halves = [payload_bytes_read(seat.storage) for seat in seats]  # of what the workers of their node take
+    assert sum(halves) == small.payload_bytes
+    assert abs(halves[0] - halves[1]) <= 1
     assert services[0].status().attached_total == services[1].status().attached_total == 4
 
 
 async def test_a_service_that_fails_fails_all_and_none_gets_ready(small: Checkpoint) -> None:
     config = config_of(small, serve={"keep": ["target"], "if_absent": "error"}, reads={"retries": 0})
     seats = make_seats(2)
-    seats[1].storage.fail("*00002*", errno.EIO, within=(20_000, 20_001), times=None)
+    seats[1].storage.fail("*00002*", errno.EIO, within=(150_000, 150_001), times=None)
 
     async def serve(seat: Seat) -> None:
         async with resident(seat, config) as service:
