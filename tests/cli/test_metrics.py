@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loader_service.cli.metric_table import METRICS
 from loader_service.cli.metrics import registry_of
 from loader_service.keeping.status import ServiceStatus
-from tests.docs.documents import blocks, table_rows, text_of
+from tests.docs.documents import all_blocks, table_rows, text_of
 from tests.support.statuses import DONE, RUNNING, STATUS, status_with
 
 DOCUMENT = "docs/metrics.md"
@@ -130,7 +130,7 @@ def test_the_document_has_every_metric_as_it_is() -> None:
 
 
 def test_queries_of_the_document_name_metrics_and_labels_that_exist() -> None:
-    queries = "".join(block.text for block in blocks(DOCUMENT, "yaml"))
+    queries = "".join(block.text for block in all_blocks(DOCUMENT) if block.language.startswith("yaml"))
     known = {metric.name: set(metric.labels) for metric in METRICS}
     named = re.findall(r"\b(loader_service_\w+)(?:\{([^}]*)\})?", queries)
     assert len(named) >= 5

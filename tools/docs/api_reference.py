@@ -28,7 +28,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Loads": ("Load", "BlockingLoad", "TensorSpec", "Batch", "Piece", "DeviceEvent"),
     "Tables in host memory": ("HostTable", "RowSource", "host_resident_weights"),
     "Plans": ("LoadPlan", "RankPlan"),
-    "Reports": ("LoadReport", "PolicyOutcome", "FailureRecord"),
+    "Reports": ("LoadReport", "PolicyOutcome", "FailureRecord", "JsonFormatter"),
     "More": ("clear_weight_cache",),
 }
 FIRST_WORDS = {
@@ -65,6 +65,7 @@ ALIASES = {
     "Mesh": "the ranks' coordinates (`loader_service.planning`)",
     "CheckpointConfig": "a checkpoint's part of the configuration: [yaml.md](yaml.md#checkpoint)",
     "LoadConfig": "a load's part of it: [yaml.md](yaml.md#loadsname)",
+    "LogRecord": "a `logging.LogRecord`",
     "ServiceStatus": "plain data, whose keys are in [metrics.md](../metrics.md#status)",
     "Rename": "a function of the checkpoint's name that gives the module's, or `None`",
     "Presharded": "names, or a function of a name",
