@@ -17,7 +17,7 @@ from loader_service.agreement.group import Group, GroupChoice, join_group
 from loader_service.agreement.node import BOOT_ID_PATH, node_name
 from loader_service.bridge import uninterrupted
 from loader_service.checkpoint.catalog import Catalog, Shard
-from loader_service.checkpoint.discovery import Kept, read_catalog
+from loader_service.checkpoint.discovery import Kept, is_touched, read_catalog
 from loader_service.config.schema import CheckpointConfig, ServiceConfig, check_world_size
 from loader_service.errors import ReadError, StateError, name_of, text_of
 from loader_service.filling import CachedBytes, HeldBytes, Resources
@@ -103,6 +103,7 @@ class Engine:
         self.entering = asyncio.Lock()  # loads and tables meet the other ranks in the order of the calls
         self.table_turn = asyncio.Lock()  # one host table at a time is filled, in the same order
         self.collective_tasks: set[asyncio.Task[object]] = set()
+        self._watching: asyncio.Task[None] | None = None  # the services that this one is attached to
         self._reading_headers = asyncio.Lock()  # a plan asked for meanwhile waits for the same catalog
 
     @property
@@ -153,6 +154,8 @@ class Engine:
 
     async def _end(self) -> None:
         """Ends threads, memory and files. Waits at most `agreement.grace_s` for reads that are still in flight."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self.attachment is not None:
             self.attachment.close()
         if self._group is not None:
@@ -232,9 +235,13 @@ class Engine:
         location = self.config.checkpoint_of(load)
         async with self._reading_headers:
             await self._attach(on_progress)
+            what = f"looking at {location.path if isinstance(location.path, str) else location.path[0]}"
             catalog = None if fresh else self._catalogs.get(location)
+            if catalog is not None and self._kept_headers is not None:
+                touched = partial(is_touched, catalog, self.storage)
+                if await self.in_thread(touched, what=what, on_progress=on_progress):
+                    catalog = None
             if catalog is None:
-                what = f"looking at {location.path if isinstance(location.path, str) else location.path[0]}"
                 read = partial(self._read_catalog, location, fresh=fresh)
                 catalog = await self.in_thread(read, what=what, on_progress=on_progress)
                 self._catalogs[location] = catalog
@@ -251,6 +258,9 @@ class Engine:
             on_progress=on_progress,
             progress=lambda: attachment.progress,
         )
+        if self._watching is None or self._watching.done():
+            watching = attachment.watch(lambda: self._workers.submit(attachment.let_go_of_ended))
+            self._watching = asyncio.ensure_future(watching)
 
     @property
     def _kept_headers(self) -> Kept | None:

@@ -7,6 +7,7 @@ What was kept of an earlier reading of the same files takes the place of opening
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -141,6 +142,17 @@ def read_catalog(
     if discovered.index is not None:
         discovered.index.clear()
     return catalog
+
+
+def is_touched(catalog: Catalog, storage: Storage) -> bool:
+    """Whether something has happened to a file of a catalog that its identity does not tell: what is kept of the file
+    is then not what would be read. That its identity is another is found where a load verifies its files. Blocks."""
+    for shard in catalog.shards:
+        with contextlib.suppress(OSError):  # reading says why
+            found = storage.identify(shard.path)
+            if found == shard.identity and found.state != shard.identity.state:
+                return True
+    return False
 
 
 def _listed_shards(paths: tuple[str, ...]) -> tuple[FoundShard, ...]:

@@ -5,13 +5,14 @@ Blocking, called on threads, but for `tell`, which never waits.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from loader_service import logs
@@ -31,6 +32,7 @@ log = logs.logger("loader_service.attach")
 
 _ANSWER_S: Final = 10.0  # a service that fills says so every second
 _LOOK_S: Final = 0.1
+_WATCH_EVERY_S: Final = 1.0
 
 
 class Attachment:
@@ -176,6 +178,17 @@ class Attachment:
         """Ends the connections, and a `connect` that waits. Mappings stay."""
         self._ended = True
         self._let_go()
+
+    async def watch(self, ended: Callable[[], object]) -> None:
+        """Calls `ended` once a service has: from then on its memory is only in the way of one that starts anew."""
+        while self.is_attached:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(_WATCH_EVERY_S)
+        ended()
+
+    def let_go_of_ended(self) -> None:
+        """On the thread that also calls `connect`."""
+        if not self.is_attached:
+            self._let_go()
 
     def _let_go(self) -> None:
         self.headers = None
