@@ -72,7 +72,7 @@ def answering(codes: dict[str, int]) -> Iterator[int]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(codes[self.path])
+            self.send_response(codes.get(self.path, 404))
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -81,9 +81,11 @@ def answering(codes: dict[str, int]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.mark.parametrize(("check", "path"), [(image_check, "/healthz"), (compose_check, "/readyz")])
