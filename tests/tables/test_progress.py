@@ -86,7 +86,7 @@ def test_a_person_sees_whose_rows_are_read_and_tensors_that_are_counted_once(
     for name in ("WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     noted = Noted()
-    monkeypatch.setattr("loader_service.cli.load.progress_of", lambda load, *, shown: noted)
+    monkeypatch.setattr("loader_service.cli.load.progress_of", lambda load, *, shown, others: noted)
     monkeypatch.setattr("loader_service.cli.load.pieces", partial(pieces, piece_bytes=500))
     config = tmp_path / "config.yaml"
     config.write_text(
