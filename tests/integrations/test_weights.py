@@ -37,7 +37,7 @@ def awkward(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def layers(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Twelve layers of two tensors of 1 MiB, each with memory of its own, and a norm."""
     names = [f"model.layers.{i:d}.{part}.weight" for i in range(12) for part in ("down", "up")]
-    tensors = {name: ("F32", (512, 512)) for name in names} | {"model.norm": ("F32", (8,))}
+    tensors = dict.fromkeys(names, ("F32", (512, 512))) | {"model.norm": ("F32", (8,))}
     return write_checkpoint(tmp_path_factory.mktemp("layers"), {"model.safetensors": tensors})
 
 
@@ -92,7 +92,6 @@ def test_items_come_in_plan_order_and_leave_out_what_others_consume(awkward: Che
 
 CONSUMED: dict[str, Callable[[Weights, str], object]] = {
     "del": lambda weights, name: weights.__delitem__(name),
-    "pop": lambda weights, name: weights.pop(name) and None,  # type: ignore[func-returns-value]
     "mark_consumed": lambda weights, name: weights.mark_consumed(name),
     "the prefix": lambda weights, name: weights.mark_consumed(name.rpartition(".")[0]),
     "a view": lambda weights, name: weights.under("model.layers").mark_consumed(name.removeprefix("model.layers.")),
@@ -101,7 +100,7 @@ CONSUMED: dict[str, Callable[[Weights, str], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", [way for way in CONSUMED if way != "pop"])
+@pytest.mark.parametrize("way", CONSUMED)
 def test_what_is_consumed_is_free_at_once(layers: Checkpoint, way: str) -> None:
     name = "model.layers.0.down.weight"
     with opened(layers) as weights:
@@ -148,7 +147,7 @@ def test_a_view_has_the_names_of_whole_segments_without_the_prefix(layers: Check
         for prefix in ("model.layers.1", "model.layers.1."):
             assert list(weights.under(prefix)) == ["down.weight", "up.weight"]
         view = weights.under("model").under("layers.1")
-        assert (len(view), "up.weight" in view, "0.up.weight" in view, 1 in view) == (2, True, False, False)
+        assert (len(view), "up.weight" in view, "0.up.weight" in view) == (2, True, False)
         assert_same(view["up.weight"], layers.tensor("model.layers.1.up.weight"))
         assert [name for name, _ in view.items()] == ["down.weight", "up.weight"]
         assert [tensor.shape for tensor in view.values()] == [(512, 512)] * 2
