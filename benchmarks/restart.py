@@ -1,7 +1,8 @@
 """A worker that starts again: beside a resident service, from the page cache, and from the disk.
 
 Every start is a fresh process, in another order each round, with page cache and memory in a known state; imports do not
-count. From entering the service on: until the load is open, until the consumer has its first tensor, until it has all.
+count. From entering the service on: until the load is open, until the consumer has its first tensor, until it has all
+of them and has looked at a byte of each page.
 The resident service runs beside the attached ones alone, and is ready before they start.
 
     python -m benchmarks.restart --rounds 5 --folder /fast/disk
@@ -21,6 +22,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+
+import loader_service as ls
 from benchmarks.common import (
     GIB,
     MIB,
@@ -40,6 +44,7 @@ from benchmarks.draft_sides import disk_bytes
 from benchmarks.host_tables import scaled_bytes
 
 GIBS, ROUNDS, SHARDS = 3.0, 5, 4
+PAGE_BYTES = 4096
 CAPACITY_BYTES = 256 * MIB
 MOST_ATTACH_S = 1.0
 START_TIMEOUT_S = 600.0
@@ -102,21 +107,18 @@ def config_of(folder: str) -> dict[str, object]:
 
 
 async def start(this: Start) -> Run:
-    import torch
-
-    import loader_service as ls
-
-    torch.empty(1)
     config = ls.config_from_dict(config_of(this.folder))
     disk, cpu_s, began_s = disk_bytes(), time.process_time(), time.perf_counter()
     first_s = 0.0
     async with ls.LoaderService(config, "solo", attach=this.attach) as service, service.open("all") as load:
         opened_s = time.perf_counter()
-        kept = []
-        async for item in _items(load, this.form):
+        kept: list[torch.Tensor] = []
+        async for tensors in _items(load, this.form):
             first_s = first_s or time.perf_counter()
+            for tensor in tensors:  # memory that is mapped and not there yet is no tensor that one can use
+                tensor.flatten().view(torch.uint8)[::PAGE_BYTES].sum()
             if this.form == "owned":
-                kept.append(item)
+                kept += tensors
         all_s = time.perf_counter()
     report = load.report
     return Run(
@@ -130,18 +132,15 @@ async def start(this: Start) -> Run:
     )
 
 
-async def _items(load: object, form: str) -> AsyncIterator[object]:
-    """What the consumer gets; batches are left at once."""
-    import loader_service as ls
-
-    assert isinstance(load, ls.Load)
+async def _items(load: ls.Load, form: str) -> AsyncIterator[list[torch.Tensor]]:
+    """What the consumer gets at once; a batch is left when the next one is asked for."""
     if form == "owned":
-        async for item in load:
-            yield item
+        async for _, tensor in load:
+            yield [tensor]
         return
     async for batch in load.batches():
         with batch:
-            yield None
+            yield [piece.tensor for piece in batch]
 
 
 # Rounds
