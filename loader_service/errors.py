@@ -189,6 +189,7 @@ _BY_NAME: dict[str, type[LoaderError]] = {
         LoadCancelledError,
     )
 }
+_BY_NAME[MemoryError.__name__] = MemoryLimitError
 
 
 def error_from_record(record: FailureRecord) -> LoaderError:
@@ -203,6 +204,13 @@ def error_from_record(record: FailureRecord) -> LoaderError:
         tensor=record.tensor,
         errno=record.errno,
     )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that ends with this error: memory that Python itself cannot have is memory, too."""
+    if isinstance(error, LoaderError):
+        return error.exit_code
+    return EXIT_MEMORY if isinstance(error, MemoryError) else EXIT_UNEXPECTED
 
 
 def text_of(error: BaseException) -> str:

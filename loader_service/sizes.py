@@ -54,6 +54,14 @@ def parse_size(value: object) -> int:
     return size_bytes
 
 
+def size_option(option: str, text: str) -> int:
+    """Bytes of an option of the command line, where a whole number has no quotes to be without. The error names it."""
+    try:
+        return parse_size(int(text) if re.fullmatch(r"0|[1-9][0-9]{0,18}", text) else text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
 def format_size(size_bytes: int) -> str:
     """Bytes for people: "1.46 GiB", "16.00 MiB", below 1 MiB "4096 bytes". JSON, exact ranges and comparisons have the
     number itself instead."""

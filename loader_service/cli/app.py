@@ -31,6 +31,7 @@ from loader_service.errors import (
     FailureRecord,
     LoadCancelledError,
     LoaderError,
+    exit_code_of,
     record_of,
 )
 
@@ -63,7 +64,7 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort: one line, and --debug for the rest
         record = record_of(error)
         line = f"unexpected {record.error}: {record.message} (--debug shows the traceback)"
-        return _failed(error, FailureRecord(record.error, line), EXIT_UNEXPECTED, as_json, debug)
+        return _failed(error, FailureRecord(record.error, line), exit_code_of(error), as_json, debug)
 
 
 def main() -> NoReturn:

@@ -37,7 +37,7 @@ from loader_service.memory.process_cache import clear_weight_cache
 from loader_service.planning.plan import LoadPlan
 from loader_service.rows import RowSource
 from loader_service.service import LoaderService
-from loader_service.sizes import parse_size
+from loader_service.sizes import size_option
 from loader_service.stream import Load
 from loader_service.timeline import Recorder, Sample, shares, steps_of, timeline_of
 
@@ -70,7 +70,7 @@ def run_bench(options: BenchOptions) -> int:
     with interruptions(several_ranks=not place.alone) as signals:
         try:
             config, load = _checked(options, place)
-            most_bytes = _most_bytes(options)
+            most_bytes = size_option("--max-bytes", options.max_bytes)
             if signals.first is not None:
                 raise LoadCancelledError(f"interrupted by {signals.first.name}")
         except LoaderError as error:
@@ -91,13 +91,6 @@ def _checked(options: BenchOptions, place: ranks.Place) -> tuple[ServiceConfig, 
     config, load = load_of(options.target, options.load)
     check_world_size(config, place.world_size, coords_given=False)
     return config, load
-
-
-def _most_bytes(options: BenchOptions) -> int:
-    try:
-        return parse_size(options.max_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"--max-bytes: {error}") from error
 
 
 class _BenchProcess(RankProcess[Load]):

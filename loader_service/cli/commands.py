@@ -30,7 +30,7 @@ from loader_service.cli.options import (
 )
 from loader_service.cli.output import PROGRAM, print_document
 from loader_service.errors import EXIT_OK, ConfigError
-from loader_service.sizes import parse_size
+from loader_service.sizes import size_option
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +339,7 @@ def demo_command(
     def work() -> int:
         from loader_service.cli.demo import run_demo
 
-        try:
-            size_bytes = parse_size(size)
-        except ConfigError as error:
-            raise ConfigError(f"--size: {error}") from error
-        return run_demo(folder, size_bytes, as_json=json)
+        return run_demo(folder, size_option("--size", size), as_json=json)
 
     return Invocation(work, json, debug, log_level, log_format)
 

@@ -25,10 +25,10 @@ from loader_service.errors import (
     EXIT_AGREEMENT,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_UNEXPECTED,
     FailureRecord,
     LoadCancelledError,
     LoaderError,
+    exit_code_of,
     record_of,
 )
 from loader_service.reading.threads import ReadPool
@@ -229,10 +229,8 @@ class RankProcess(ABC, Generic[FailingT]):
         return "interrupted" if self._signal is None else f"interrupted by {self._signal.name}"
 
     def _exit_code(self, error: BaseException) -> int:
-        if isinstance(error, LoaderError):
-            return error.exit_code
         if not isinstance(error, asyncio.CancelledError):
-            return EXIT_UNEXPECTED
+            return exit_code_of(error)
         cause = self._failure.record() if self._failure is not None else None
         if cause is None or cause.error == LoadCancelledError.__name__:
             return EXIT_INTERRUPTED

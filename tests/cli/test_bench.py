@@ -119,7 +119,7 @@ def test_json_has_limits_loads_and_a_verdict(
 
 def test_the_rings_read_the_files(tmp_path: Path, small: None, capsys: Capture) -> None:
     path = write_shard(tmp_path / "one.safetensors", {"w": ("U8", (3 * MIB + 77,), bytes(3 * MIB + 77))})
-    assert app.run(["bench", str(path), "--rounds", "1", "--json", "--max-bytes", "2MiB"]) == 0
+    assert app.run(["bench", str(path), "--rounds", "1", "--json", "--max-bytes", str(2 * MIB)]) == 0
     limits = document(capsys)["nodes"][0]["limits"]
     for name in (
         ("cache_copy",) if limits["direct"]["why_not"] else ("direct_one", "direct", "direct_more", "cache_copy")

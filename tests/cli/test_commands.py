@@ -382,17 +382,18 @@ class TestFailures:
             code, record, _ = self.fail(["load", str(config), "--load", "all", "--verify"], capsys)
         assert (code, record["error"], record["tensor"]) == (3, "CheckpointError", "embed.weight")
 
-    def test_anything_unexpected_is_one_line_and_code_1(
-        self, config: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("error", "expected"), [(ZeroDivisionError("by zero"), 1), (MemoryError(), 6)])
+    def test_anything_unexpected_is_one_line_and_has_its_code(
+        self, error: Exception, expected: int, config: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from loader_service.cli import plans
 
         def broken(*args: object, **more: object) -> object:
-            raise ZeroDivisionError("by zero")
+            raise error
 
         monkeypatch.setattr(plans, "make_plan", broken)
         code, record, line = self.fail(["plan", str(config), "--load", "all"], capsys)
-        assert (code, record["error"]) == (1, "ZeroDivisionError")
+        assert (code, record["error"]) == (expected, type(error).__name__)
         assert "--debug" in line
 
     def test_debug_shows_the_traceback(self, tmp_path: Path, capsys: Capture) -> None:

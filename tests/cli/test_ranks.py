@@ -164,6 +164,7 @@ async def test_where_the_store_is_gone_no_mark_is_left(monkeypatch: pytest.Monke
         ("LostStore", 4),
         ("ReadError", 5),
         ("LoadCancelledError", 130),
+        ("MemoryError", 6),
         ("KeyError", 1),
     ],
 )

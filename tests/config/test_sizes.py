@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loader_service.errors import ConfigError
-from loader_service.sizes import GRAMMAR, MAX_BYTES, UNITS, format_size, parse_size
+from loader_service.sizes import GRAMMAR, MAX_BYTES, UNITS, format_size, parse_size, size_option
 
 
 @pytest.mark.parametrize(
@@ -128,3 +128,16 @@ def test_a_decimal_is_accepted_exactly_where_whole_bytes_result(unit: str, whole
             parse_size(text)
     else:
         assert parse_size(text) == numerator // 10**places
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("0", 0), ("16777216", 1 << 24), ("16MiB", 1 << 24), ("1.5KiB", 1536)]
+)
+def test_an_option_takes_digits_alone_as_well(text: str, size_bytes: int) -> None:
+    assert size_option("--size", text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "010", "1 ", "9223372036854775808", "much", "\u0663"])
+def test_an_option_that_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--size: .*is not a size"):
+        size_option("--size", text)
