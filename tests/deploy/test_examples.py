@@ -70,7 +70,8 @@ YES_OR_NO = r"yes|no"
 KNOWN_KEYS = {
     "Unit": {"Description": r".+", "After": r"[\w@. -]+", "Wants": r"[\w@. -]+"},
     "Service": {
-        "Type": r"simple|exec|notify",
+        "Type": r"notify",
+        "TimeoutStartSec": r"1h",
         "User": r"[a-z_-]+",
         "Group": r"[a-z_-]+",
         "Environment": r"[A-Z_]+=\S+",
@@ -240,6 +241,13 @@ def test_the_memory_that_the_examples_count_is_admitted() -> None:
     loader = compose()["services"]["loader"]
     assert int(loader["mem_limit"]) == int(loader["memswap_limit"]) == limit
     assert unit()["Service"]["MemoryMax"] == f"{limit // GIB}G"
+
+
+def test_everywhere_everything_may_take_an_hour_to_be_there() -> None:
+    probe = sidecar()["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
+    assert compose()["services"]["loader"]["healthcheck"]["start_period"] == "1h0m0s"
+    assert unit()["Service"]["TimeoutStartSec"] == "1h"
 
 
 def test_what_is_started_again_and_how_long_ending_may_take() -> None:
