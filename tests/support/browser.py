@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,8 +84,12 @@ def _asked(method: str, url: str, body: Mapping[str, object] | None = None) -> A
     request = urllib.request.Request(url, data=data, method=method, headers={"Content-Type": "application/json"})
     # Not by way of a proxy that the environment may name: it is this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.closing(opener.open(request, timeout=_WATCHDOG_S)) as answer:
-        return json.loads(answer.read())["value"]
+    try:
+        with opener.open(request, timeout=_WATCHDOG_S) as answer:
+            return json.loads(answer.read())["value"]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AssertionError(f"the browser cannot do {url}: {error.read().decode()[:2000]}") from None
 
 
 class Browser:
