@@ -125,8 +125,12 @@ class Attachment:
         heard_s = time.monotonic()
         arriving = select.poll()
         arriving.register(connection, select.POLLIN)
+        says = "nothing yet"
         while not self._ended:
             now_s = time.monotonic()
+            waited_s = now_s - began_s
+            # Not the same twice: that the service is stuck is found here, and not by whoever watches this thread.
+            self.progress = f"waiting for the service on {name} for {waited_s:.1f} s, which says: {says}"
             if not arriving.poll(1000 * _LOOK_S):
                 if now_s - heard_s > _ANSWER_S:
                     raise AttachError(f"the service on {name} has said nothing for {_ANSWER_S:g} s: it is stuck")
@@ -140,11 +144,10 @@ class Attachment:
             if message is None or message.get("state") != "waiting":
                 why = (message or {}).get("why", "it has ended, or failed: see its log")
                 raise AttachError(f"the service on {name} does not attach this worker: {why}")
-            waited_s = now_s - began_s
-            # Not the same twice: a service that waits for others, or zeroes memory, is not stuck.
-            self.progress = f"the service on {name} is not ready after {waited_s:.0f} s: {message.get('progress')}"
-            if waited_s > self._config.agreement.start_timeout_s:
-                raise AttachError(f"{self.progress} (agreement.start_timeout_s)")
+            says = str(message.get("progress"))
+            if waited_s > (limit_s := self._config.agreement.start_timeout_s):
+                text = f"the service on {name} is not ready: {says}, after {limit_s:g} s (agreement.start_timeout_s)"
+                raise AttachError(text)
         raise AttachError("the worker's service was closed")
 
     def view(self) -> KeptView | None:

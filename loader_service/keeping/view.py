@@ -128,7 +128,7 @@ class KeptBytes:
     adds = False
 
     def __init__(self, view: KeptView, plan: RankPlan, requested: str, where: str) -> None:
-        self._view = view
+        self._view: KeptView | None = view
         self._states = [shard.identity.state for shard in plan.catalog.shards]
         wanted = _wanted(plan)
         wanted_bytes = sum(ranges.nbytes for ranges in wanted.values())
@@ -138,7 +138,8 @@ class KeptBytes:
         self.outcome = PolicyOutcome(requested, "kept" if self.everything else "partly kept", reason)
 
     def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:
-        return self._view.held(self._states[shard], start, stop)
+        view = self._view
+        return None if view is None else view.held(self._states[shard], start, stop)
 
     def make_room(self) -> None: ...
 
@@ -146,7 +147,9 @@ class KeptBytes:
 
     def insert(self, shard: int, start: int, memory: memoryview) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Keeps no mapping: what is left of them is the tensors'."""
+        self._view = None
 
 
 def _wanted(plan: RankPlan) -> Mapping[int, ByteRanges]:
