@@ -20,11 +20,12 @@ from loader_service.integrations.splits import refuse_splits
 from loader_service.integrations.weights import ConsumableWeights, Weights
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.local import LocalStorage
-from tests.e2e.seats import WATCHDOG_S
+from tests.e2e.seats import WATCHDOG_S, payload_bytes_read
 from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint, write_checkpoint
 from tests.support.ranks import Rank, run_ranks
 
 MIB = 1 << 20
+PATIENT = {"agreement": {"grace_s": 100}}  # waits for reads in flight
 SMALL: dict[str, Any] = {"reads": {"chunk_bytes": "64KiB"}, "staging": {"capacity_bytes": "512KiB"}}
 
 
@@ -199,7 +200,7 @@ def test_an_error_reaches_every_thread_that_waits_or_asks_later(layers: Checkpoi
 def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint, pool: ThreadPoolExecutor) -> None:
     storage = FakeStorage(LocalStorage())
     gate = storage.block("*", within=(12 * MIB, 13 * MIB))
-    with opened(layers, storage=storage) as weights:
+    with opened(layers, storage=storage, sections=PATIENT) as weights:
         first = weights["model.layers.0.down.weight"]
         waiting = [pool.submit(weights.__getitem__, name) for name in ("model.norm", "model.layers.11.up.weight")]
         when_waiting(weights, 2)
@@ -207,6 +208,7 @@ def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint
         for future in waiting:
             with pytest.raises(ls.StateError, match="was left before"):
                 result(future)
+        assert not leaving.done()  # the read in flight
         gate.release()
         result(leaving)
     assert not weights.report.complete
@@ -216,15 +218,24 @@ def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint
         weights["model.norm"]
 
 
-def test_dropping_the_mapping_leaves_the_load(layers: Checkpoint) -> None:
-    weights = opened(layers)
+def test_dropping_the_mapping_leaves_the_load_and_the_next_one_begins_after_it(
+    layers: Checkpoint, pool: ThreadPoolExecutor
+) -> None:
+    storage = FakeStorage(LocalStorage())
+    gate = storage.block("*", within=(MIB + 65536, 2 * MIB))
+    weights = opened(layers, storage=storage, sections=PATIENT)
     view = weights.under("model")
     stream = weights._stream
     del weights
-    view["layers.0.up.weight"]  # a view keeps it
+    view["layers.0.down.weight"]  # a view keeps it
+    assert gate.reached.wait(WATCHDOG_S)
     del view
     gc.collect()
-    with opened(layers) as again:  # begins after it
+    beginning = pool.submit(opened, layers)
+    with pytest.raises(TimeoutError):
+        beginning.result(0.2)
+    gate.release()
+    with result(beginning) as again:
         assert stream.over
         assert stream.error is None
         assert len(again) == 25
@@ -233,15 +244,12 @@ def test_dropping_the_mapping_leaves_the_load(layers: Checkpoint) -> None:
 def test_a_check_refuses_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, {"model.safetensors": {"up": ("F32", (4, 4))}})
     config = checkpoint.config({"rules": [{"match": "up", "split": {"axis": "tp", "dim": 0}}]}, mesh={"tp": 2})
-    outcomes = run_ranks(_refused, 2, config)
-    assert [outcome.get() for outcome in outcomes] == ["ConfigError", "ConfigError"]
-
-
-def _refused(rank: Rank, config: ls.ServiceConfig) -> str:
-    meeting = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "refused")
-    with pytest.raises(ls.LoaderError) as caught:
-        ConsumableWeights(config, "target", meeting, check=lambda load, r: refuse_splits(load, r, "an engine"))
-    return type(caught.value).__name__
+    storage = FakeStorage(LocalStorage())
+    with pytest.raises(ls.ConfigError, match="'up' is cut by .*it takes whole tensors"):
+        ConsumableWeights(
+            config, "target", "solo", {"tp": 1}, check=lambda load, r: refuse_splits(load, r, "it"), storage=storage
+        )
+    assert payload_bytes_read(storage) == 0
 
 
 def test_a_row_source_lives_until_it_is_consumed(layers: Checkpoint) -> None:
@@ -251,6 +259,7 @@ def test_a_row_source_lives_until_it_is_consumed(layers: Checkpoint) -> None:
         assert isinstance(source, ls.RowSource)
         for name in list(weights)[:-1]:
             del weights[name]
+        weights._stream._thread.join(0.2)  # time enough for one that does not wait for it
         assert not weights._stream.over
         rows = torch.empty(8)
         source.read_rows_into(rows, 0)
