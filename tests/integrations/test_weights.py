@@ -245,7 +245,7 @@ def test_a_check_refuses_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, {"model.safetensors": {"up": ("F32", (4, 4))}})
     config = checkpoint.config({"rules": [{"match": "up", "split": {"axis": "tp", "dim": 0}}]}, mesh={"tp": 2})
     storage = FakeStorage(LocalStorage())
-    with pytest.raises(ls.ConfigError, match="'up' is cut by .*it takes whole tensors"):
+    with pytest.raises(ls.ConfigError, match=r"'up' is cut by .*it takes whole tensors"):
         ConsumableWeights(
             config, "target", "solo", {"tp": 1}, check=lambda load, r: refuse_splits(load, r, "it"), storage=storage
         )
