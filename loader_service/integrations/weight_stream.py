@@ -17,10 +17,10 @@ from loader_service.stream import Load, Weight
 
 Check: TypeAlias = Callable[[Load, int], None]
 
-# How often a load that nobody asks looks whether others have failed, or wait for what it does not take: soon again
-# after it had to, then ever more rarely.
-FIRST_LOOK_S = 0.005
+# A load that nobody has asked for so long looks whether others have failed, or may wait for memory of the node that
+# holds what it does not take. Each time that it then takes a tensor it waits half as long for the next.
 LOOK_S = 0.5
+LEAST_LOOK_S = 0.005
 
 
 class WeightStream:
@@ -46,7 +46,7 @@ class WeightStream:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
         self._taking: asyncio.Task[None] | None = None
-        self._look_s = FIRST_LOOK_S
+        self._look_s = LOOK_S
         self._leaving = False
         self._body_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=f"loader-weights-{name}", daemon=True)
@@ -214,14 +214,14 @@ class WeightStream:
                 if self._all_here():
                     return False
                 if self._wanted:
+                    self._look_s = LOOK_S
                     return True
             try:
                 async with asyncio.timeout(self._look_s):
                     await self._asked.wait()
             except TimeoutError:
-                self._look_s = min(2 * self._look_s, LOOK_S)
                 if load.failure is not None or load.waits_for == rank:
-                    self._look_s = FIRST_LOOK_S
+                    self._look_s = max(self._look_s / 2, LEAST_LOOK_S)
                     return True
 
     def _holds_any(self, tables: Iterable[str]) -> bool:

@@ -81,7 +81,8 @@ class ConsumableWeights(Weights):
     Opens a service and the load, on a thread of its own: making it is collective, and so is leaving, by `with`, by
     `close`, or by itself once everything has come and no `RowSource` is left. Tensors come in plan order, and only as
     far as somebody waits for one: what came on the way is held until it is consumed, and no more is read beyond that
-    than `staging.capacity_bytes`. More comes only where other ranks of the node would else wait for this one.
+    than `staging.capacity_bytes`. Only where ranks of the node share that memory (`reads.sharing`), more is taken while
+    nobody asks for long, since others may wait for its slots.
 
     `group`, `coords` and `storage` are a service's. `check` is called with the open load and this rank before anything
     is read; what it raises is raised here. An error of the load is raised by every thread that waits, or asks later,
