@@ -103,7 +103,11 @@ class ConsumableWeights(Weights):
         join_dropped()
         self._stream = WeightStream(LoaderService(config, group, coords, storage=storage), load, check)
         self._dropping = weakref.finalize(self, drop, self._stream)
-        self._stream.start()
+        try:
+            self._stream.start()
+        except BaseException:  # also an interrupt, while it is still opening
+            self._dropping()
+            raise
 
     @property
     def held_bytes(self) -> int:
@@ -136,8 +140,8 @@ class ConsumableWeights(Weights):
         exc.__traceback__ = traceback  # without the frames of the thread that told the other ranks
 
     def _leave(self, error: BaseException | None) -> None:
-        self._dropping.detach()
         self._stream.leave(error)
+        self._dropping()  # also where the wait for its end is interrupted
         self._stream.join()
 
 

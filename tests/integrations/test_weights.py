@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import random
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,9 +61,12 @@ def result(future: Future[Any]) -> Any:
 
 def when_waiting(weights: ConsumableWeights, count: int) -> None:
     """Returns once so many different names are waited for."""
-    stream = weights._stream
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: len(stream._wanted) >= count, WATCHDOG_S)
+    stream, until = weights._stream, time.monotonic() + WATCHDOG_S
+    while time.monotonic() < until:
+        with stream._changed:
+            if len(stream._wanted) >= count:
+                return
+    raise AssertionError(f"{len(stream._wanted)} names are waited for")
 
 
 def test_many_threads_get_every_tensor_whatever_they_ask_for_first(
@@ -168,6 +173,8 @@ def test_a_value_of_the_callers_takes_the_place_of_the_loads(layers: Checkpoint)
         assert weights["model.layers.0.up.weight"] is mine
         assert weights["model.extra"] is mine
         assert weights.mark_consumed("model.extra") == 1
+        weights["model.extra"] = mine
+        assert list(weights.under("model"))[-2:] == ["norm", "extra"]
 
 
 def test_what_nobody_can_ask_for_any_more_is_not_read(layers: Checkpoint) -> None:
@@ -239,6 +246,28 @@ def test_dropping_the_mapping_leaves_the_load_and_the_next_one_begins_after_it(
         assert stream.over
         assert stream.error is None
         assert len(again) == 25
+
+
+def test_an_interrupt_while_the_load_opens_ends_the_opening(layers: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    gate = storage.block("*", nth=0)
+    threads: list[threading.Thread] = []
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        assert gate.reached.wait(WATCHDOG_S)
+        threads.extend(thread for thread in threading.enumerate() if thread.name == "loader-weights-target")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    timer = threading.Timer(0, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        opened(layers, storage=storage)
+    gate.release()
+    timer.join()
+    (thread,) = threads
+    thread.join(WATCHDOG_S)
+    assert not thread.is_alive()
 
 
 def test_a_check_refuses_before_anything_is_read(tmp_path: Path) -> None:
