@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
@@ -135,6 +136,11 @@ def _own(value: Weight) -> Weight:
 
 def _config(given: object, folder: str, load: str, engine: str) -> ServiceConfig:
     if given is None:
+        if not Path(folder).is_dir():
+            raise ConfigError(
+                f"{engine}: the model is {folder!r}, which is no folder of this machine: download it and give its "
+                "path, or write a configuration and name it as `config` in the loader's extra configuration"
+            )
         return config_from_dict({"checkpoint": {"path": folder}, "loads": {load: {}}})
     if isinstance(given, str):
         return load_config(given)

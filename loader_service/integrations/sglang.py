@@ -81,7 +81,8 @@ class _Loading:
     def load_model(self, *, model_config: Any, device_config: Any) -> Any:  # noqa: ANN401
         """Opens the load, collective, and has SGLang make the model and take it; an error fails it on all ranks."""
         self._given = False
-        with self._opened(model_config.model_path, draft=model_config.is_draft_model) as self._weights:
+        draft = getattr(model_config, "is_draft_model", False)
+        with self._opened(model_config.model_path, draft=draft) as self._weights:
             try:
                 model = super().load_model(model_config=model_config, device_config=device_config)  # type: ignore[misc]
             finally:

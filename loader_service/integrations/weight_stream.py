@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeAlias
@@ -17,10 +18,10 @@ from loader_service.stream import Load, Weight
 
 Check: TypeAlias = Callable[[Load, int], None]
 
-# How often a load that nobody asks looks whether others have failed, or wait for what it does not take: soon again
-# after it had to, then ever more rarely.
-FIRST_LOOK_S = 0.005
+# A load that nobody has asked for so long looks whether others have failed, or may wait for memory of the node that
+# holds what it does not take. Each time that it then takes a tensor it waits half as long for the next.
 LOOK_S = 0.5
+LEAST_LOOK_S = 0.005
 
 
 class WeightStream:
@@ -42,11 +43,12 @@ class WeightStream:
         self._alive: dict[str, int] = {}
         self._held: dict[str, Weight] = {}
         self._wanted: set[str] = set()
+        self._numbers = itertools.count()
         self._sorted: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asked = asyncio.Event()
-        self._taking: asyncio.Task[None] | None = None
-        self._look_s = FIRST_LOOK_S
+        self._task: asyncio.Task[None] | None = None  # what an end of the taking cancels: opening, then taking
+        self._look_s = LOOK_S
         self._leaving = False
         self._body_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=f"loader-weights-{name}", daemon=True)
@@ -83,11 +85,11 @@ class WeightStream:
     def put(self, name: str, value: Weight) -> None:
         with self._changed:
             if name not in self._alive:
-                self._alive[name] = max(self._alive.values(), default=-1) + 1
-                bisect.insort(self._sorted, name)
-            self._held[name] = value
-            self._wanted.discard(name)
-            self._changed.notify_all()
+                self._alive[name] = next(self._numbers)
+                place = bisect.bisect_left(self._sorted, name)
+                if self._sorted[place : place + 1] != [name]:  # consumed names stay there
+                    self._sorted.insert(place, name)
+            self._hold(name, value)
 
     def consume(self, names: Iterable[str]) -> int:
         """How many of the names were there; now none is."""
@@ -132,8 +134,16 @@ class WeightStream:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
 
+    # With the lock
+
+    def _hold(self, name: str, value: Weight) -> None:
+        self._held[name] = value
+        if name in self._wanted:
+            self._wanted.remove(name)
+            self._changed.notify_all()
+
     def _all_here(self) -> bool:
-        """With the lock: whether everything has come that anybody can still ask for."""
+        """Whether everything has come that anybody can still ask for."""
         return len(self._alive) == len(self._held)
 
     # On the stream's thread
@@ -152,33 +162,34 @@ class WeightStream:
             _dropped.discard(self)
 
     async def _run(self) -> None:
+        self._task = asyncio.current_task()
         async with self._service as service, service.open(self._name) as load:
             if self._check is not None:
                 self._check(load, service.rank)
             self._open(load, service.rank)
-            self._taking = asyncio.ensure_future(self._take(load, service.rank))
+            self._task = asyncio.ensure_future(self._take(load, service.rank))
             try:
-                await self._taking
+                await self._task
             except asyncio.CancelledError:  # by `_stop`; a step that is cancelled takes nothing, so this is a `break`
                 if not self._leaving:
                     raise
             finally:
-                self._taking = None
+                self._task = None
             if self._body_error is not None:
                 raise self._body_error
 
     def _stop(self, error: BaseException | None) -> None:
-        if self._taking is not None and not self._leaving:
+        if self._task is not None and not self._leaving:
             with self._changed:
                 self._leaving = True
                 self._body_error = error
                 self._changed.notify_all()
-            self._taking.cancel()
+            self._task.cancel()
 
     def _open(self, load: Load, rank: int) -> None:
         plan = load.plan.for_rank(rank)
         with self._changed:
-            self._alive = {plan.name(i): i for i in range(len(plan))}
+            self._alive = {plan.name(i): next(self._numbers) for i in range(len(plan))}
             self._sorted = sorted(self._alive)
             self.load = load
             self._changed.notify_all()
@@ -202,9 +213,7 @@ class WeightStream:
             value = value.clone()
         with self._changed:
             if name in self._alive and name not in self._held:
-                self._held[name] = value
-                self._wanted.discard(name)
-                self._changed.notify_all()
+                self._hold(name, value)
 
     async def _wants_more(self, load: Load, rank: int) -> bool:
         """Waits until somebody asks for what has not come. False once nobody can any more."""
@@ -214,14 +223,14 @@ class WeightStream:
                 if self._all_here():
                     return False
                 if self._wanted:
+                    self._look_s = LOOK_S
                     return True
             try:
                 async with asyncio.timeout(self._look_s):
                     await self._asked.wait()
             except TimeoutError:
-                self._look_s = min(2 * self._look_s, LOOK_S)
                 if load.failure is not None or load.waits_for == rank:
-                    self._look_s = FIRST_LOOK_S
+                    self._look_s = max(self._look_s / 2, LEAST_LOOK_S)
                     return True
 
     def _holds_any(self, tables: Iterable[str]) -> bool:

@@ -81,7 +81,8 @@ class ConsumableWeights(Weights):
     Opens a service and the load, on a thread of its own: making it is collective, and so is leaving, by `with`, by
     `close`, or by itself once everything has come and no `RowSource` is left. Tensors come in plan order, and only as
     far as somebody waits for one: what came on the way is held until it is consumed, and no more is read beyond that
-    than `staging.capacity_bytes`. More comes only where other ranks of the node would else wait for this one.
+    than `staging.capacity_bytes`. Only where ranks of the node share that memory (`reads.sharing`), more is taken while
+    nobody asks for long, since others may wait for its slots.
 
     `group`, `coords` and `storage` are a service's. `check` is called with the open load and this rank before anything
     is read; what it raises is raised here. An error of the load is raised by every thread that waits, or asks later,
@@ -102,7 +103,11 @@ class ConsumableWeights(Weights):
         join_dropped()
         self._stream = WeightStream(LoaderService(config, group, coords, storage=storage), load, check)
         self._dropping = weakref.finalize(self, drop, self._stream)
-        self._stream.start()
+        try:
+            self._stream.start()
+        except BaseException:  # also an interrupt, while it is still opening
+            self._dropping()
+            raise
 
     @property
     def held_bytes(self) -> int:
@@ -135,8 +140,8 @@ class ConsumableWeights(Weights):
         exc.__traceback__ = traceback  # without the frames of the thread that told the other ranks
 
     def _leave(self, error: BaseException | None) -> None:
-        self._dropping.detach()
         self._stream.leave(error)
+        self._dropping()  # also where the wait for its end is interrupted
         self._stream.join()
 
 

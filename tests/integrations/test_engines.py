@@ -110,6 +110,7 @@ WRONG: dict[str, tuple[object, str]] = {
     "one glob": ({"presharded": "*"}, "not a list of globs"),
     "no switch": ({"row_sources": "yes"}, "not true or false"),
     "no path": ({"config": 3}, "config is 3, not a path"),
+    "no folder": ({}, "the model is '/folder', which is no folder of this machine"),
     "no file": ({"config": "no/such.yaml"}, "no/such.yaml"),
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import gc
 import random
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +22,12 @@ from loader_service.integrations.splits import refuse_splits
 from loader_service.integrations.weights import ConsumableWeights, Weights
 from loader_service.reading.fake import FakeStorage
 from loader_service.reading.local import LocalStorage
-from tests.e2e.seats import WATCHDOG_S
+from tests.e2e.seats import WATCHDOG_S, payload_bytes_read
 from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint, write_checkpoint
 from tests.support.ranks import Rank, run_ranks
 
 MIB = 1 << 20
+PATIENT = {"agreement": {"grace_s": 100}}  # waits for reads in flight
 SMALL: dict[str, Any] = {"reads": {"chunk_bytes": "64KiB"}, "staging": {"capacity_bytes": "512KiB"}}
 
 
@@ -58,9 +61,12 @@ def result(future: Future[Any]) -> Any:
 
 def when_waiting(weights: ConsumableWeights, count: int) -> None:
     """Returns once so many different names are waited for."""
-    stream = weights._stream
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: len(stream._wanted) >= count, WATCHDOG_S)
+    stream, until = weights._stream, time.monotonic() + WATCHDOG_S
+    while time.monotonic() < until:
+        with stream._changed:
+            if len(stream._wanted) >= count:
+                return
+    raise AssertionError(f"{len(stream._wanted)} names are waited for")
 
 
 def test_many_threads_get_every_tensor_whatever_they_ask_for_first(
@@ -167,6 +173,8 @@ def test_a_value_of_the_callers_takes_the_place_of_the_loads(layers: Checkpoint)
         assert weights["model.layers.0.up.weight"] is mine
         assert weights["model.extra"] is mine
         assert weights.mark_consumed("model.extra") == 1
+        weights["model.extra"] = mine
+        assert list(weights.under("model"))[-2:] == ["norm", "extra"]
 
 
 def test_what_nobody_can_ask_for_any_more_is_not_read(layers: Checkpoint) -> None:
@@ -199,7 +207,7 @@ def test_an_error_reaches_every_thread_that_waits_or_asks_later(layers: Checkpoi
 def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint, pool: ThreadPoolExecutor) -> None:
     storage = FakeStorage(LocalStorage())
     gate = storage.block("*", within=(12 * MIB, 13 * MIB))
-    with opened(layers, storage=storage) as weights:
+    with opened(layers, storage=storage, sections=PATIENT) as weights:
         first = weights["model.layers.0.down.weight"]
         waiting = [pool.submit(weights.__getitem__, name) for name in ("model.norm", "model.layers.11.up.weight")]
         when_waiting(weights, 2)
@@ -207,6 +215,7 @@ def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint
         for future in waiting:
             with pytest.raises(ls.StateError, match="was left before"):
                 result(future)
+        assert not leaving.done()  # the read in flight
         gate.release()
         result(leaving)
     assert not weights.report.complete
@@ -216,32 +225,60 @@ def test_leaving_in_the_middle_is_a_break_and_wakes_who_waits(layers: Checkpoint
         weights["model.norm"]
 
 
-def test_dropping_the_mapping_leaves_the_load(layers: Checkpoint) -> None:
-    weights = opened(layers)
+def test_dropping_the_mapping_leaves_the_load_and_the_next_one_begins_after_it(
+    layers: Checkpoint, pool: ThreadPoolExecutor
+) -> None:
+    storage = FakeStorage(LocalStorage())
+    gate = storage.block("*", within=(MIB + 65536, 2 * MIB))
+    weights = opened(layers, storage=storage, sections=PATIENT)
     view = weights.under("model")
     stream = weights._stream
     del weights
-    view["layers.0.up.weight"]  # a view keeps it
+    view["layers.0.down.weight"]  # a view keeps it
+    assert gate.reached.wait(WATCHDOG_S)
     del view
     gc.collect()
-    with opened(layers) as again:  # begins after it
+    beginning = pool.submit(opened, layers)
+    with pytest.raises(TimeoutError):
+        beginning.result(0.2)
+    gate.release()
+    with result(beginning) as again:
         assert stream.over
         assert stream.error is None
         assert len(again) == 25
 
 
+def test_an_interrupt_while_the_load_opens_ends_the_opening(layers: Checkpoint) -> None:
+    storage = FakeStorage(LocalStorage())
+    gate = storage.block("*", nth=0)
+    threads: list[threading.Thread] = []
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        assert gate.reached.wait(WATCHDOG_S)
+        threads.extend(thread for thread in threading.enumerate() if thread.name == "loader-weights-target")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    timer = threading.Timer(0, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        opened(layers, storage=storage)
+    gate.release()
+    timer.join()
+    (thread,) = threads
+    thread.join(WATCHDOG_S)
+    assert not thread.is_alive()
+
+
 def test_a_check_refuses_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, {"model.safetensors": {"up": ("F32", (4, 4))}})
     config = checkpoint.config({"rules": [{"match": "up", "split": {"axis": "tp", "dim": 0}}]}, mesh={"tp": 2})
-    outcomes = run_ranks(_refused, 2, config)
-    assert [outcome.get() for outcome in outcomes] == ["ConfigError", "ConfigError"]
-
-
-def _refused(rank: Rank, config: ls.ServiceConfig) -> str:
-    meeting = ls.Rendezvous(rank.address, rank.rank, rank.world_size, "refused")
-    with pytest.raises(ls.LoaderError) as caught:
-        ConsumableWeights(config, "target", meeting, check=lambda load, r: refuse_splits(load, r, "an engine"))
-    return type(caught.value).__name__
+    storage = FakeStorage(LocalStorage())
+    with pytest.raises(ls.ConfigError, match=r"'up' is cut by .*it takes whole tensors"):
+        ConsumableWeights(
+            config, "target", "solo", {"tp": 1}, check=lambda load, r: refuse_splits(load, r, "it"), storage=storage
+        )
+    assert payload_bytes_read(storage) == 0
 
 
 def test_a_row_source_lives_until_it_is_consumed(layers: Checkpoint) -> None:
@@ -251,6 +288,7 @@ def test_a_row_source_lives_until_it_is_consumed(layers: Checkpoint) -> None:
         assert isinstance(source, ls.RowSource)
         for name in list(weights)[:-1]:
             del weights[name]
+        weights._stream._thread.join(0.2)  # time enough for one that does not wait for it
         assert not weights._stream.over
         rows = torch.empty(8)
         source.read_rows_into(rows, 0)
