@@ -35,7 +35,7 @@ from loader_service.reading.local import LocalStorage
 from loader_service.reading.positioned import verify_identity
 from loader_service.reading.ranges import RangeReader
 from loader_service.reading.reader import FileIdentity, Storage
-from loader_service.reading.threads import ReadPool
+from loader_service.reading.threads import ReadPool, thread_count
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
 
@@ -44,9 +44,6 @@ log = logs.logger("loader_service.engine")
 T = TypeVar("T")
 RowReaderT = TypeVar("RowReaderT", bound=RowReader)
 
-AUTO_THREADS = (
-    8  # with fewer the disk waits while threads zero fresh memory; what the page cache holds is copied by fewer
-)
 HEADER_THREADS = 8  # headers are small and latency-bound
 SERVICE_CLOSED = "the service was closed"
 
@@ -373,7 +370,7 @@ class Engine:
         """Sets the number of reading threads, by what is configured and how many ranks each node has."""
         reads = self.config.reads
         here = ranks_by_node.get(self.node, 1)
-        threads, reason = _thread_count(reads.threads, reads.threads_per_node, here, self.handles.limit)
+        threads, reason = thread_count(reads.threads, reads.threads_per_node, here, self.handles.limit)
         self.handles.check_threads(threads)
         self.threads.resize(threads)
         return PolicyOutcome(str(reads.threads), str(threads), reason)
@@ -392,16 +389,3 @@ class Engine:
         }
         ranges = self.range_reader(drop="nothing", access=access)
         return Resources(ranges, self.threads, self.threads.threads, self.pool), policies
-
-
-def _thread_count(requested: int | str, per_node: int, ranks_here: int, files: int) -> tuple[int, str]:
-    """(reading threads of this rank, why). A number is taken as it is; auto stays within the node's cap and the files
-    that may be open at once."""
-    if not isinstance(requested, str):
-        return requested, "as configured"
-    cap = max(1, per_node // ranks_here)
-    if cap < AUTO_THREADS:
-        return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
-    if files < AUTO_THREADS:
-        return files, f"only {files} files may be open at once (ulimit -n)"
-    return AUTO_THREADS, "as many reads in flight as one disk needs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Self, cast
 
 import torch
 
+from loader_service import logs
 from loader_service.agreement.group import GroupChoice
 from loader_service.config.schema import ServiceConfig
 from loader_service.config.yaml_file import config_from_dict, load_config
@@ -20,7 +20,7 @@ from loader_service.planning.glob import compile_glob
 from loader_service.service import LoaderService
 from loader_service.stream import BlockingLoad, Load, Weight
 
-log = logging.getLogger("loader_service.integrations")
+log = logs.logger("loader_service.integrations")
 
 _KEYS = ("config", "load", "draft_load", "presharded", "row_sources")
 

@@ -9,10 +9,10 @@ import contextlib
 import copy
 import functools
 import importlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
+from loader_service import logs
 from loader_service.agreement.group import GroupChoice
 from loader_service.errors import ConfigError
 from loader_service.integrations.engines import EngineLoad, groups_of, places_of
@@ -20,7 +20,7 @@ from loader_service.stream import Weight
 
 LOAD_FORMAT = "loader_service"
 
-log = logging.getLogger("loader_service.integrations")
+log = logs.logger("loader_service.integrations")
 
 
 def plug_in() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, TypeVarTuple, cast
+from typing import Final, TypeVar, TypeVarTuple, cast
 
 from loader_service import logs
 from loader_service.errors import ConfigError, MemoryLimitError, StateError, clear_frames
@@ -22,6 +22,9 @@ from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.priority import stand_back
 
 _log = logs.logger(__name__)
+
+AUTO_THREADS: Final = 8
+"""With fewer the disk waits while threads zero fresh memory; what the page cache holds is copied by fewer."""
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -57,6 +60,19 @@ class _Job:
 
     def in_flight(self, now_s: float) -> InFlight:
         return InFlight(self.label, self.path, self.offset, now_s - self.started_s, self.future)
+
+
+def thread_count(requested: int | str, per_node: int, ranks_here: int, files: int) -> tuple[int, str]:
+    """(reading threads of this rank, why). A number is taken as it is; auto stays within the node's cap and the files
+    that may be open at once."""
+    if not isinstance(requested, str):
+        return requested, "as configured"
+    cap = max(1, per_node // ranks_here)
+    if cap < AUTO_THREADS:
+        return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
+    if files < AUTO_THREADS:
+        return files, f"only {files} files may be open at once (ulimit -n)"
+    return AUTO_THREADS, "as many reads in flight as one disk needs"
 
 
 def _nothing() -> None:
