@@ -68,7 +68,7 @@ RUN = {
     "README.md": {"sh", "python"},  # test_examples.py
     "docs/python-api.md": {"python"},  # test_examples.py
     "docs/host-tables.md": {"python", "yaml"},  # test_examples.py
-    "docs/integrations.md": {"python"},  # test_integrations.py
+    "docs/integrations.md": {"python", "sh", "yaml"},  # test_integrations.py
     "docs/drafts-and-sharing.md": {"python", "yaml"},  # test_drafts_and_sharing.py
     "docs/configuration.md": {"yaml"},  # tests/config/test_documentation.py
     "docs/reference/yaml.md": {"yaml"},  # test_generated.py
