@@ -37,8 +37,7 @@ def register() -> None:
         hooks.HookRegistry.register(_CHECKING, _put_class, hooks.HookType.BEFORE)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"SGLang's plug-ins cannot be imported ({error}): install a version that has sglang.srt.plugins, or give "
-            "sglang.Engine the class itself, load_format=loader_service.integrations.sglang.loader_class()"
+            f"SGLang's plug-ins cannot be imported ({error}): install a version that has sglang.srt.plugins"
         ) from error
 
 

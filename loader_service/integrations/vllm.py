@@ -55,9 +55,8 @@ class _Loading:
     """A model loader of vLLM that takes weights from a load. All else, also what it says of weights that are missing,
     is vLLM's own default loader, which this class comes before.
 
-    The ranks that act together are those of torch.distributed's default group: all that vLLM started as one, data
-    parallel ones among them. A draft under pipeline parallelism is loaded by the last stage alone: its tensor parallel
-    group.
+    The ranks that act together are those of torch.distributed's default group, data parallel ones among them where vLLM
+    has put them there. A draft under pipeline parallelism is loaded by the last stage alone: its tensor parallel group.
     """
 
     load_config: Any

@@ -3,6 +3,7 @@ program, in a process of its own, since vLLM changes the process it is in: `rank
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -51,6 +52,10 @@ def main(rank: int, world_size: int, pp: int, port: str, folder: str, extra: dic
             states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
             if load_format != "auto":
                 _load_again(loader, model, engine.model_config, states[-1])
+            if load_format != "auto" and pp > 1 and rank == world_size - 1:  # as a draft is: by the last stage alone
+                draft = copy.copy(engine.model_config)
+                draft.runner_type = "draft"
+                loader.load_weights(model, draft)
     theirs, ours = states
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
