@@ -22,7 +22,8 @@ from loader_service.stream import BlockingLoad, Load, Weight
 
 log = logs.logger("loader_service.integrations")
 
-_KEYS = ("config", "load", "draft_load", "presharded", "row_sources")
+_KEYS = ("config", "load", "draft_load", "presharded", "row_sources", "attach")
+_SWITCHES = ("row_sources", "attach")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class EngineLoad:
     """A load as an engine's configuration names it.
 
     `presharded` are globs over names whose parameters hold this rank's part. `row_sources`: the model knows what to do
-    with the `RowSource` of a host-resident table; without it such rules are refused.
+    with the `RowSource` of a host-resident table; without it such rules are refused. `attach`: what the node's resident
+    service keeps is not read (see `ls.attach`).
     """
 
     engine: str
@@ -38,6 +40,7 @@ class EngineLoad:
     load: str
     presharded: tuple[str, ...] = ()
     row_sources: bool = False
+    attach: bool = False
 
     @classmethod
     def of(cls, engine: str, options: object, folder: str, *, draft: bool = False) -> Self:
@@ -51,17 +54,18 @@ class EngineLoad:
             found = f"has {', '.join(map(repr, unknown))}" if isinstance(options, Mapping) else f"is {options!r}"
             raise ConfigError(f"{engine}: the loader's extra configuration {found}; it takes {', '.join(_KEYS)}")
         texts = {key: options[key] for key in ("load", "draft_load") if key in options}
-        globs, rows = options.get("presharded", ()), options.get("row_sources", False)
+        globs, switches = options.get("presharded", ()), {key: options.get(key, False) for key in _SWITCHES}
         wrong = [f"{key} is {value!r}, not a text" for key, value in texts.items() if not isinstance(value, str)]
         if not isinstance(globs, list | tuple) or not all(isinstance(glob, str) for glob in globs):
             wrong.append(f"presharded is {globs!r}, not a list of globs")
-        if not isinstance(rows, bool):
-            wrong.append(f"row_sources is {rows!r}, not true or false")
+        wrong += [
+            f"{key} is {value!r}, not true or false" for key, value in switches.items() if type(value) is not bool
+        ]
         if wrong:
             raise ConfigError(f"{engine}: in the loader's extra configuration {'; '.join(wrong)}")
         load = texts.get("load", "target")
         load = texts.get("draft_load", load) if draft else load
-        return cls(engine, _config(options.get("config"), folder, load, engine), load, tuple(globs), rows)
+        return cls(engine, _config(options.get("config"), folder, load, engine), load, tuple(globs), **switches)
 
     def check(self, load: Load | BlockingLoad, rank: int) -> None:
         """Raises ConfigError for rules that the engine has no place for, before anything is read."""
@@ -100,7 +104,7 @@ class EngineLoad:
     ) -> Iterator[Iterator[tuple[str, Weight]]]:
         """Opens the load, which is collective over `group`, and gives its (name, tensor) pairs, in plan order."""
         with (
-            LoaderService.blocking(self.config, group, self.coords(places)) as service,
+            LoaderService.blocking(self.config, group, self.coords(places), attach=self.attach) as service,
             service.open(self.load) as load,
         ):
             self.check(load, service.rank)

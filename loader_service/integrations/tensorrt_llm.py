@@ -29,16 +29,18 @@ def checkpoint_loader(
     draft_load: str | None = None,
     presharded: Sequence[str] = (),
     row_sources: bool = False,
+    attach: bool = False,
 ) -> Any:  # noqa: ANN401 - TensorRT-LLM's HfCheckpointLoader
     """What TensorRT-LLM's `LLM` takes as `checkpoint_loader`: its own for Hugging Face checkpoints, which knows their
     configurations and names, with a weight loader of ours.
 
     `config`: a file, or a dictionary; without one the model's folder is loaded, whole. `draft_load` is for any other
     folder than the first, which is how TensorRT-LLM loads a draft. `presharded`: globs over names whose parameters hold
-    this rank's part. ConfigError without TensorRT-LLM.
+    this rank's part. `attach`: what the node's resident service keeps is not read. ConfigError without TensorRT-LLM.
     """
     hf = _engine(f"{_CHECKPOINTS}.hf.checkpoint_loader")
-    options: dict[str, object] = {"load": load, "presharded": list(presharded), "row_sources": row_sources}
+    options: dict[str, object] = {"load": load, "presharded": list(presharded)}
+    options |= {"row_sources": row_sources, "attach": attach}
     options |= {"config": config} if config is not None else {}
     options |= {"draft_load": draft_load} if draft_load is not None else {}
     return hf.HfCheckpointLoader(weight_loader=weight_loader(options))
@@ -81,7 +83,8 @@ class _Loading:
         self._first = self._first or folder
         load = EngineLoad.of("TensorRT-LLM", self._options, folder, draft=draft)
         coords = load.coords(_places(mapping))
-        weights = ConsumableWeights(load.config, load.load, self._group(mapping), coords, check=load.check)
+        group = self._group(mapping)
+        weights = ConsumableWeights(load.config, load.load, group, coords, check=load.check, attach=load.attach)
         self._last = weakref.ref(weights)
         made = getattr(_engine(f"{_CHECKPOINTS}.base_weight_loader"), "ConsumableWeightsDict", None)
         return weights if made is None else made(weights)

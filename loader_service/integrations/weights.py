@@ -99,9 +99,10 @@ class ConsumableWeights(Weights):
         *,
         check: Check | None = None,
         storage: Storage | None = None,
+        attach: bool = False,
     ) -> None:
         join_dropped()
-        self._stream = WeightStream(LoaderService(config, group, coords, storage=storage), load, check)
+        self._stream = WeightStream(LoaderService(config, group, coords, storage=storage, attach=attach), load, check)
         self._dropping = weakref.finalize(self, drop, self._stream)
         try:
             self._stream.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import gc
 import json
 import pickle
@@ -147,6 +149,26 @@ def test_a_rank_stands_in_the_mesh_where_the_engine_has_it(case: str) -> None:
     if wanted:
         with pytest.raises(ls.ConfigError, match="mesh: tp is 2, but it runs with tp 4"):
             load.coords({"pp": (1, 2), "tp": (0, 4)})
+
+
+async def test_what_a_resident_service_keeps_is_not_read(checkpoint: Checkpoint) -> None:
+    sections = {"loads": {"target": {}}, "serve": {"keep": ["target"], "socket": f"@engines-{os.getpid()}"}}
+    given = {"checkpoint": {"path": str(checkpoint.folder)}, **sections}
+    load = EngineLoad.of("it", {"config": given, "attach": True}, "")
+    async with ls.ResidentService(load.config, "solo") as service:
+        await service.fill()
+
+        def take() -> dict[str, Any]:
+            with load.weights("solo", {}) as weights:
+                return dict(weights)
+
+        found = await asyncio.to_thread(take)
+        assert service.status().attached_total == 1
+        (told,) = service.status().worker_loads
+    assert told.report is not None
+    assert told.report["read_bytes"] == 0
+    for name in checkpoint.tensors:
+        assert_same(found[name], checkpoint.tensor(name), name)
 
 
 # vLLM
