@@ -3,7 +3,7 @@
 #   docker run --rm --network none loader-service loader-service demo --folder /tmp/demo
 # docs/deployment.md says how it is run.
 
-# Both stages stand on it: Python 3.11 to 3.13 as `python`, and apt. A digest makes a build repeatable: BASE=python@sha256:...
+# Both stages stand on it: Python 3.11 to 3.13 as `python`, and apt. One with a digest makes a build repeatable.
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
@@ -13,7 +13,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_BUILD_CONSTRAINT=/build/constraints.txt
 WORKDIR /build
 COPY constraints.txt ./
-# torch alone, and first: it is most of the image. The default index's build for x86-64 wants CUDA's libraries, some GB,
+# torch alone, and first: it is most of the image. The default index's build for x86-64 wants CUDA's libraries, 4 GB,
 # which the service has no use for: give the index of the CPU builds.
 ARG TORCH_INDEX_URL
 RUN python -m venv /opt/loader-service \
