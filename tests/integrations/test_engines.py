@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import gc
 import json
+import os
 import pickle
 import re
 import sys
