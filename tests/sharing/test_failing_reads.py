@@ -195,7 +195,7 @@ async def test_a_device_of_which_nobody_knows_whether_it_still_reads_fails_all(
         async with seat.service(config_of(checkpoint, "staging")) as service:
             return await go_through(service, take)
 
-    monkeypatch.setattr(caretaker._log, "disabled", True)
+    monkeypatch.setattr(caretaker._log.logger, "disabled", True)
     results = values(await all_of(make_seats(2), work))
     verdict = results[1].verdict
     assert verdict is not None

@@ -203,7 +203,7 @@ async def test_a_message_that_this_rank_breaks_at_is_its_failure(
             return await use(service, checkpoint)
 
     monkeypatch.setattr(Staging, "receive", broken)
-    monkeypatch.setattr(node_mesh._log, "disabled", True)
+    monkeypatch.setattr(node_mesh._log.logger, "disabled", True)
     results = values(await all_of(make_seats(2), work))
     verdict = results[1].verdict
     assert verdict is not None
