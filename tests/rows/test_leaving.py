@@ -343,7 +343,7 @@ def test_memory_is_let_go_once_it_is_filled(table: Table) -> None:
     with table.alone() as source:
         buffer = allocate_host(1000)
         dst = buffer.tensor.view(table.dtype).view(100, 10)
-        gone = weakref.ref(buffer._mapping)
+        gone = weakref.ref(buffer._pages)
         source.read_rows_into(dst, 0)
         del buffer, dst
         until(lambda: gone() is None)

@@ -141,7 +141,7 @@ def test_a_thread_that_tells_the_end_keeps_no_memory(
 ) -> None:
     table = make_table(tmp_path, (100, 10))
     buffer = allocate_host(1000)
-    gone = weakref.ref(buffer._mapping)
+    gone = weakref.ref(buffer._pages)
     table.over(workshop(threads=2).reader).read_rows_into(buffer.tensor.view(table.dtype).view(100, 10), 0)
     del buffer
     assert gone() is None
@@ -156,7 +156,7 @@ def test_nor_does_it_keep_an_error_that_leads_to_the_memory(
 
     def fails() -> weakref.ref[Any]:
         buffer = allocate_host(1000)
-        gone = weakref.ref(buffer._mapping)
+        gone = weakref.ref(buffer._pages)
         try:
             table.over(one.reader).read_rows_into(buffer.tensor.view(table.dtype).view(100, 10), 0)
         except ReadError:
@@ -168,7 +168,7 @@ def test_nor_does_it_keep_an_error_that_leads_to_the_memory(
 
 def test_who_keeps_an_error_of_a_chunk_keeps_nothing_that_the_reading_thread_had() -> None:
     buffer = allocate_host(10)
-    gone = weakref.ref(buffer._mapping)
+    gone = weakref.ref(buffer._pages)
     pool = ReadPool(1, name="loader-rows")
 
     def read(where: FileRange, view: memoryview) -> None:

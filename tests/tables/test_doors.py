@@ -12,7 +12,7 @@ import pytest
 import loader_service as ls
 from loader_service.agreement.messages import PHASES, Phase
 from loader_service.config.schema import ServiceConfig
-from loader_service.memory.allocators import _Mapping
+from loader_service.memory.allocators import _Pages
 from loader_service.memory.pinning import FakePinner
 from tests.e2e.seats import Seat, all_of, make_seats, values
 from tests.support.checkpoints import Checkpoint
@@ -74,7 +74,7 @@ def nothing_left() -> list[str]:
 
 def mappings() -> int:
     """How many pieces of host memory this process holds, of whatever kind."""
-    return sum(issubclass(type(thing), _Mapping) for thing in gc.get_objects())
+    return sum(issubclass(type(thing), _Pages) for thing in gc.get_objects())
 
 
 async def test_a_rank_that_fails_by_each_door(checkpoint: Checkpoint, face: str, layout: str, who: int) -> None:
