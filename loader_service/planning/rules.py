@@ -159,7 +159,8 @@ class _Names:
     def __init__(self, everywhere: Sequence[str], ids: Int64s) -> None:
         self._everywhere = everywhere
         self._ids = ids
-        self._selection = everywhere if len(ids) == len(everywhere) else Picked(everywhere, ids)
+        # A list, since each rule goes through it.
+        self._selection = everywhere if len(ids) == len(everywhere) else list(Picked(everywhere, ids))
         self._matched: dict[str, Int64s] = {}
         self._numbers: dict[tuple[str, str], tuple[Int64s, Int64s]] = {}
 
@@ -177,7 +178,7 @@ class _Names:
         return self._selection is not self._everywhere and len(compile_glob(pattern).positions(self._everywhere)) > 0
 
     def numbers(self, index: str, tensors: Int64s) -> Int64s:
-        return captured_numbers(index, Picked(self._selection, tensors))
+        return captured_numbers(index, Picked(self._everywhere, self._ids[tensors]))
 
     def numbers_everywhere(self, pattern: str, index: str) -> tuple[Int64s, Int64s]:
         """(catalog ids, their numbers) of all names of the checkpoint that match."""
