@@ -141,11 +141,17 @@ class _Wanted:
         return self.streamed.nbytes + self.tables.nbytes
 
 
+def _without(had: Ranges, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
+    known = had.get(identity.state)
+    return ranges if known is None else ranges.without(known)
+
+
 class KeepRun(Collective[list[KeptMemory]]):
     """Keeps or warms one load, on the service of one rank. Runs on the service's loop.
 
-    `purposes` are those of all loads, which services agree on; `had`, by state of a file, is kept on this node already;
-    `on_met` hears which of how many services on this node this one is.
+    `purposes` are those of all loads, which services agree on; `had` is kept on this node already: anything, and
+    tables, which workers share only where they are kept as such. `on_met` hears which of how many services on this node
+    this one is.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         *,
         purposes: Sequence[tuple[str, Purpose]],
         headers: HeadersRead,
-        had: Ranges,
+        had: tuple[Ranges, Ranges],
         on_met: Callable[[int, int], Awaitable[None]],
     ) -> None:
         super().__init__(engine, load, _WHAT[purpose])
@@ -250,24 +256,24 @@ class KeepRun(Collective[list[KeptMemory]]):
         tables = shared_tables(plan, ranks)
         identities = {shard.path: shard.identity for shard in shards}
         new = [
-            {shards[s].path: self._not_had(shards[s].identity, each) for s, each in found.items()}
-            for found in (streamed_ranges(plan, ranks), table_ranges(tables), table_ranges(tables[number::count]))
+            {shards[s].path: _without(had, shards[s].identity, each) for s, each in found.items()}
+            for found, had in (
+                (streamed_ranges(plan, ranks), self._had[0]),
+                (table_ranges(tables), self._had[1]),
+                (table_ranges(tables[number::count]), self._had[1]),
+            )
         ]
         streamed = equal_part(new[0], number, count)
         if number == 0:  # keeps all headers; a plan that is asked for meanwhile may add some
             for path, (identity, nbytes) in tuple(self._headers.files.items()):
                 identities[path] = identity
-                head = self._not_had(identity, ByteRanges.merged([0], [nbytes]))
+                head = _without(self._had[0], identity, ByteRanges.merged([0], [nbytes]))
                 for each in (streamed, new[0]):
                     each[path] = each[path].joined(head) if path in each else head
         parts = [_Part.of(each, identities) for each in (streamed, new[2])]
         node: list[dict[Hashable, ByteRanges]]
         node = [{identities[path].state: ranges for path, ranges in each.items()} for each in new[:2]]
         return _Wanted(parts[0], parts[1], (node[0], node[1]))
-
-    def _not_had(self, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
-        had = self._had.get(identity.state)
-        return ranges if had is None else ranges.without(had)
 
     async def _demand(self, wanted: _Wanted) -> JSON:
         """What all services must know of this one: what it would take, and what memory is free to it."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -68,7 +68,7 @@ class ResidentService:
         self._loads = {load: ServedLoad(load) for load, _ in self._purposes()}
         self._run: KeepRun | None = None
         self._kept: list[KeptMemory] = []
-        self._had: dict[Hashable, ByteRanges] = {}
+        self._had: tuple[dict[Hashable, ByteRanges], dict[Hashable, ByteRanges]] = ({}, {})  # anything; tables
         self._ready = False
         self._used = self._filling = False
         self._began_s = self._beat_s = time.monotonic()
@@ -227,7 +227,9 @@ class ResidentService:
             finally:
                 self._loads[load] = run.status
             self._kept += new
-            self._note_had(run.kept_on_node)
+            streamed, kept_tables = run.kept_on_node
+            for had, new_ranges in ((0, streamed), (0, kept_tables), (1, kept_tables)):
+                _note(self._had[had], new_ranges)
             log.info("load '%s': %s", load, _in_words(run.status))
         await self._open_reception()
 
@@ -245,13 +247,6 @@ class ResidentService:
             return "it starts"
         done += running.read_bytes if self._loads[running.load].state != "ready" else 0
         return f"load '{running.load}' is {running.state}, {format_size(done)} read"
-
-    def _note_had(self, new: Iterable[Ranges]) -> None:
-        """Also what other services of this node keep: all of them leave out the same of later loads."""
-        for kept in new:
-            for state, ranges in kept.items():
-                before = self._had.get(state)
-                self._had[state] = ranges if before is None else before.joined(ranges)
 
     async def _open_reception(self) -> None:
         files: list[KeptFile] = []
@@ -287,3 +282,10 @@ def _in_words(load: ServedLoad) -> str:
         return f"{format_size(load.read_bytes)} in the page cache"
     text = f"{load.kept} kept, {format_size(load.kept_bytes)}"
     return text + (f" ({load.reason})" if load.reason else "")
+
+
+def _note(had: dict[Hashable, ByteRanges], new: Ranges) -> None:
+    """Also what other services of the node keep: all of them leave out the same of later loads."""
+    for state, ranges in new.items():
+        before = had.get(state)
+        had[state] = ranges if before is None else before.joined(ranges)

@@ -366,7 +366,8 @@ METRICS: Final = (
     Metric(
         "loader_service_worker_failure_info",
         (*_WORKER, "error"),
-        "1 for the class of the error that the load has failed with; no sample where it has not",
+        "1 for the class of the error that the load has failed with, LostWorker where the process has gone meanwhile; "
+        "no sample where it has not",
         _failures,
     ),
     Metric(

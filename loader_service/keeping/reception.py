@@ -37,6 +37,7 @@ class Reception:
         self._loads: dict[tuple[str, int], WorkerLoad] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._attached = 0
+        self._refused: set[int] = set()  # users
         self._index: SharedMemory | None = None
         self._listening = listening
         self._ready: asyncio.Future[tuple[Mapping[str, object], list[int]]] = asyncio.get_running_loop().create_future()
@@ -92,7 +93,9 @@ class Reception:
         with contextlib.closing(connection), contextlib.suppress(OSError):
             process, user = wire.peer(connection)
             if not wire.is_trusted(user):
-                log.warning("process %d of user %d may not attach", process, user)
+                if user not in self._refused:  # whoever may not attach can try without end
+                    self._refused.add(user)
+                    log.warning("process %d of user %d may not attach, nor may others of that user", process, user)
                 return
             async with asyncio.timeout(_HELLO_S):
                 hello = await self._hear(connection)

@@ -94,6 +94,19 @@ async def test_a_node_keeps_every_byte_once(tmp_path: Path) -> None:
     values(await serving)
 
 
+async def test_a_table_is_shared_though_another_load_streams_it(tmp_path: Path) -> None:
+    checkpoint = tables.write(tmp_path)
+    rules = {"rules": [{"match": "engram.*", "host_resident": {"layout": "shared"}}]}
+    config = config_of(checkpoint, rules, draft={}, serve={"keep": ["draft", "target"]})
+    async with ls.ResidentService(config, "solo") as service:
+        await service.fill()
+        async with ls.LoaderService(config, "solo", attach=True) as attached:
+            for name in (tables.WEIGHT, tables.SCALE):
+                table = await attached.host_table("target", name)
+                assert table.access.reason.startswith("nothing was read")
+                assert_same(table.tensor, checkpoint.tensor(name))
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_equal_parts_are_disjoint_complete_and_equal(count: int) -> None:
     ranges = {
