@@ -20,7 +20,7 @@ from loader_service.agreed import as_reported
 from loader_service.agreement.node import node_name
 from loader_service.cli import ranks
 from loader_service.cli.bench_figures import Bench, Node, RankRound, Result
-from loader_service.cli.bench_limits import CacheState, Conditions, LimitBench, prepare_files
+from loader_service.cli.bench_limits import LABELS, WITHIN_S, CacheState, Conditions, LimitBench, prepare_files
 from loader_service.cli.checking import check_writable, write_text
 from loader_service.cli.loads import load_of
 from loader_service.cli.output import print_document
@@ -231,8 +231,9 @@ class _BenchProcess(RankProcess[Load]):
 
     @property
     def _waiting(self) -> AgreementConfig:
-        """Others may be at work for long before they come."""
-        return self._settings.model_copy(update={"timeout_s": self._settings.start_timeout_s})
+        """Others may be at work for long before they come: at their limits, in two rounds one behind the other."""
+        limits_s = 2 * len(LABELS) * WITHIN_S
+        return self._settings.model_copy(update={"timeout_s": max(self._settings.start_timeout_s, limits_s)})
 
     async def _meet(self, own: dict[str, object], *, last: bool = False) -> list[dict[str, object]]:
         """Every rank's document, once all are here. After the `last` meeting nobody waits for this rank any more."""
