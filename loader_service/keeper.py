@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal, cast
 
 from loader_service import logs
@@ -19,10 +19,8 @@ from loader_service.agreement.session import Session
 from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
 from loader_service.errors import MemoryLimitError
-from loader_service.keeping.index import KeptFile
+from loader_service.keeping.content import NOTHING, HeadersRead, KeptMemory, Part, Ranges, Wanted
 from loader_service.keeping.shape import (
-    Placed,
-    PlacedRanges,
     equal_part,
     ranks_of,
     shared_tables,
@@ -31,14 +29,11 @@ from loader_service.keeping.shape import (
 )
 from loader_service.keeping.status import Kept, ServedLoad
 from loader_service.memory.admission import Supply, refusal, reserve_of
-from loader_service.memory.allocators import HostBuffer
-from loader_service.memory.fingerprints import fingerprint
 from loader_service.memory.held import ByteRanges
 from loader_service.memory.shared import SharedMemory
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.file_range import FileRange
-from loader_service.reading.reader import FileIdentity
 from loader_service.rows import RowReader
 from loader_service.sharing.readahead import ReadAhead, Stripe
 from loader_service.sizes import format_size
@@ -48,8 +43,6 @@ log = logs.logger("loader_service.serve")
 _AT_ONCE = 16  # ranges that are being read; each has two chunks a thread queued
 
 Purpose = Literal["keep", "warm"]
-Ranges = Mapping[Hashable, ByteRanges]
-"""Of files, by their state."""
 _WHAT: Mapping[Purpose, str] = {"keep": "what is to be kept of it", "warm": "what is to be read ahead of it"}
 _WARMED: tuple[Kept, str] = ("page cache", "")
 
@@ -57,93 +50,6 @@ _WARMED: tuple[Kept, str] = ("page cache", "")
 def session_name(load: str, purpose: Purpose) -> str:
     """The name of the session in which services keep or warm a load."""
     return f"{load}: {_WHAT[purpose]}"
-
-
-class HeadersRead:
-    """Which headers and indexes were read, and how long they are, for `checkpoint.discovery`."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[FileIdentity, int]] = {}
-
-    def get(self, path: str, state: Hashable) -> None:
-        """Nothing: they are read."""
-
-    def keep(self, path: str, state: Hashable, raw: bytes) -> None:
-        self.files[path] = (FileIdentity(*cast("tuple[int, int, int, int, int]", state)), len(raw))
-
-    def clear(self) -> None:
-        self.files.clear()
-
-
-@dataclass(eq=False)
-class KeptMemory:
-    """A memory file, and what is to lie in it: by path, the file's identity and its ranges."""
-
-    memory: SharedMemory
-    shared: bool  # workers write to it together, as ranks do to shared host tables
-    files: Mapping[str, tuple[FileIdentity, PlacedRanges]]
-    buffer: HostBuffer | None = None  # while it is filled
-    described: list[KeptFile] = field(default_factory=list)
-
-    def views(self) -> Iterator[tuple[FileRange, memoryview]]:
-        """What is to be read, and where to."""
-        assert self.buffer is not None
-        for path, (identity, ranges) in self.files.items():
-            columns = (ranges.starts, ranges.stops, ranges.offsets)
-            for start, stop, offset in zip(*(column.tolist() for column in columns), strict=True):
-                yield FileRange(path, identity, start), self.buffer.memoryview[offset : offset + stop - start]
-
-    def finish(self, heads: Mapping[str, tuple[FileIdentity, int]]) -> None:
-        """Describes it, and lets go of the mapping. Nobody can write to it any more, unless it is shared."""
-        sums = iter([fingerprint(view) for _, view in self.views()] if self.shared else ())
-        for path, (identity, ranges) in self.files.items():
-            _, head_bytes = heads.get(path, (identity, 0))
-            has_head = ranges.starts[0] == 0 and ranges.stops[0] >= head_bytes
-            own = tuple(next(sums) for _ in ranges.starts) if self.shared else ()
-            self.described.append(KeptFile(path, identity.state, 0, ranges, head_bytes if has_head else 0, own))
-        self.buffer = None
-        if not self.shared:
-            self.memory.freeze()
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What a memory file of `nbytes` would hold of a load: by path, the file's identity and its ranges."""
-
-    files: Mapping[str, tuple[FileIdentity, PlacedRanges]]
-    nbytes: int
-
-    @classmethod
-    def of(cls, ranges: Mapping[str, ByteRanges], identities: Mapping[str, FileIdentity]) -> _Part:
-        placed = Placed.of(ranges)
-        return cls({path: (identities[path], its) for path, its in placed.by_file.items()}, placed.nbytes)
-
-    @property
-    def read_bytes(self) -> int:
-        """What is to be read for it."""
-        return sum(int((ranges.stops - ranges.starts).sum()) for _, ranges in self.files.values())
-
-
-_NOTHING = _Part({}, 0)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What a load would take of this service: what is streamed, headers and rows of single ranks; and whole tables.
-    `node`: both as all services of the node have them, by state of the files."""
-
-    streamed: _Part
-    tables: _Part
-    node: tuple[Ranges, Ranges] = ({}, {})
-
-    @property
-    def nbytes(self) -> int:
-        return self.streamed.nbytes + self.tables.nbytes
-
-
-def _without(had: Ranges, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
-    known = had.get(identity.state)
-    return ranges if known is None else ranges.without(known)
 
 
 class KeepRun(Collective[list[KeptMemory]]):
@@ -173,7 +79,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         self._had = had
         self._on_met = on_met
         self._services: Sequence[int] = ()  # of this node, by rank
-        self._chosen = _Wanted(_NOTHING, _NOTHING)
+        self._chosen = Wanted(NOTHING, NOTHING)
         self._kept: list[KeptMemory] = []
         self.kept_on_node: tuple[Ranges, Ranges] = ({}, {})
         self._ahead: ReadAhead | None = None
@@ -248,7 +154,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         of_all = self._engine.group.world_size
         return [rank for place in self._services for rank in ranks_of(place, of_all, plan.world_size)]
 
-    def _wanted(self, plan: LoadPlan) -> _Wanted:
+    def _wanted(self, plan: LoadPlan) -> Wanted:
         """What of the load is not kept yet on this node, and this service's part of it, in memory of its own. Blocks:
         plans every rank of the node."""
         ranks, shards = self._ranks(plan), plan.catalog.shards
@@ -270,12 +176,12 @@ class KeepRun(Collective[list[KeptMemory]]):
                 head = _without(self._had[0], identity, ByteRanges.merged([0], [nbytes]))
                 for each in (streamed, new[0]):
                     each[path] = each[path].joined(head) if path in each else head
-        parts = [_Part.of(each, identities) for each in (streamed, new[2])]
+        parts = [Part.of(each, identities) for each in (streamed, new[2])]
         node: list[dict[Hashable, ByteRanges]]
         node = [{identities[path].state: ranges for path, ranges in each.items()} for each in new[:2]]
-        return _Wanted(parts[0], parts[1], (node[0], node[1]))
+        return Wanted(parts[0], parts[1], (node[0], node[1]))
 
-    async def _demand(self, wanted: _Wanted) -> JSON:
+    async def _demand(self, wanted: Wanted) -> JSON:
         """What all services must know of this one: what it would take, and what memory is free to it."""
         engine = self._engine
         rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
@@ -283,12 +189,12 @@ class KeepRun(Collective[list[KeptMemory]]):
         told = {"everything": wanted.nbytes, "tables": wanted.tables.nbytes}
         return {"supply": cast(JSON, supply.as_json()), **told}
 
-    def _settle(self, wanted: _Wanted, told: Sequence[Mapping[str, object]], tensors: int) -> None:
+    def _settle(self, wanted: Wanted, told: Sequence[Mapping[str, object]], tensors: int) -> None:
         """Decides what is kept, as all other services do. Raises MemoryLimitError if not even the tables fit."""
         kept, reason = self._admitted(told) if self._purpose == "keep" else _WARMED
-        streamed = wanted.streamed if kept == "everything" else _NOTHING
-        tables = wanted.tables if kept in ("everything", "tables") else _NOTHING
-        self._chosen = _Wanted(streamed, tables)
+        streamed = wanted.streamed if kept == "everything" else NOTHING
+        tables = wanted.tables if kept in ("everything", "tables") else NOTHING
+        self._chosen = Wanted(streamed, tables)
         self.kept_on_node = wanted.node if kept == "everything" else ({}, wanted.node[1] if kept == "tables" else {})
         self.status = replace(
             self.status,
@@ -398,3 +304,8 @@ class KeepRun(Collective[list[KeptMemory]]):
         reserve = self._engine.config.memory.reserve_bytes
         rooms = self._engine.memory_rooms()
         return max(0, min((room.free_bytes - reserve_of(room, reserve) for room in rooms), default=1 << 62))
+
+
+def _without(had: Ranges, identity: FileIdentity, ranges: ByteRanges) -> ByteRanges:
+    known = had.get(identity.state)
+    return ranges if known is None else ranges.without(known)

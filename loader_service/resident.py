@@ -17,8 +17,9 @@ from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, LoaderError, StateError
-from loader_service.keeper import HeadersRead, KeepRun, KeptMemory, Purpose, Ranges, session_name
+from loader_service.keeper import KeepRun, Purpose, session_name
 from loader_service.keeping import wire
+from loader_service.keeping.content import HeadersRead, KeptMemory, Ranges
 from loader_service.keeping.index import KeptFile, KeptIndex
 from loader_service.keeping.reception import Reception
 from loader_service.keeping.shape import ranks_of

@@ -156,6 +156,10 @@ LOCAL: dict[str, Any] = {
     "agreement.timeout_s": 9,
     "agreement.start_timeout_s": 99,
     "agreement.grace_s": 3,
+    "serve.keep": [],  # of workers; services agree on what they keep
+    "serve.warm": [],
+    "serve.socket": "@another",
+    "serve.if_absent": "error",
     "memory.reserve_bytes": "auto",  # all that this version takes
 }
 
