@@ -34,6 +34,7 @@ from loader_service.memory.shared import SharedMemory
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.file_range import FileRange
+from loader_service.reading.reader import FileIdentity
 from loader_service.rows import RowReader
 from loader_service.sharing.readahead import ReadAhead, Stripe
 from loader_service.sizes import format_size
