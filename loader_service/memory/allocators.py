@@ -48,8 +48,8 @@ class _AtItsEnd(functools.partial[int]):
 
     __del__ = functools.partial.__call__
 
-    def narrow(self, address: int, nbytes: int) -> None:
-        """Is about these bytes only from now on."""
+    def move(self, address: int, nbytes: int) -> None:
+        """Is about these bytes from now on."""
         # What pickle calls: the one way to give a partial other arguments.
         self.__setstate__((self.func, (address, nbytes, *self.args[2:]), {}, self.__dict__))  # type: ignore[attr-defined]
 
@@ -148,20 +148,20 @@ class HostRegion:
     Where addresses are limited (ulimit -v) others want them, too: just those of the buffers are taken.
 
     Each buffer has pages of its own and gives their memory back by itself. One that is kept keeps, until the system
-    needs memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB; and all the addresses
-    that were taken at once: unmapped one by one, every other buffer would be a mapping of its own, of which a process
-    may have 65,530 (vm.max_map_count). Where addresses are limited, or memory is locked and the kernel too old to take
-    it back without them, each buffer gives its own back. What no buffer has taken goes with the region, but for the
-    addresses. Not thread-safe; buffers are.
+    needs memory, the rest of the huge pages that it shares with its neighbours: less than 4 MiB; and the addresses of
+    all buffers beside it: unmapped one by one, every other buffer would be a mapping of its own, of which a process may
+    have 65,530 (vm.max_map_count). Where addresses are limited, or memory is locked and the kernel too old to take it
+    back without them, each buffer gives its own back. What no buffer has taken is unmapped before more is mapped: else
+    the last buffer would be filled into a huge page that goes beyond it. Not thread-safe; buffers are.
     """
 
     def __init__(self, expected_bytes: int) -> None:
         """`expected_bytes`: what all buffers will have together, or less; no more addresses than that are taken."""
         self._expected_bytes = expected_bytes
-        self._mapping: _AtItsEnd | None = None
-        self._rest = _unmapping(0, 0)
+        self._mapping: _AtItsEnd | None = None  # of what buffers have taken; None where each unmaps its own
+        self._rest = _unmapping(0, 0)  # what none has taken
         self._advice = mmap.MADV_DONTNEED
-        self._next = self._stop = 0
+        self._first = self._next = self._stop = 0
 
     def allocate(self, sizes: Sequence[int]) -> list[HostBuffer]:
         """Buffers of so many bytes each, from a page on. Raises MemoryLimitError if the system refuses."""
@@ -171,7 +171,9 @@ class HostRegion:
             self._map_more(needed_bytes, sum(sizes))
         self._expected_bytes -= needed_bytes
         address, self._next = self._next, self._next + needed_bytes
-        self._rest.narrow(self._next, self._stop - self._next)
+        self._rest.move(self._next, self._stop - self._next)
+        if self._mapping is not None:
+            self._mapping.move(self._first, self._next - self._first)
         buffers = []
         for nbytes, length in zip(sizes, lengths, strict=True):
             mapping = self._mapping or _unmapping(address, length)
@@ -186,12 +188,10 @@ class HostRegion:
         length = max(needed_bytes, min(_whole_pages(self._expected_bytes), 0 if limited else _REGION_BYTES))
         address = _map(length, wanted_bytes)
         advice = None if limited else _advice_that_gives_back(address)
-        mapping = _unmapping(address, length)
-        if advice is None:
-            self._rest, self._mapping = mapping, None
-        else:
-            self._rest, self._mapping, self._advice = _pages(address, length, mapping, advice), mapping, advice
-        self._next, self._stop = address, address + length
+        self._rest, self._mapping = _unmapping(address, length), None
+        if advice is not None:
+            self._mapping, self._advice = _unmapping(address, 0), advice
+        self._first, self._next, self._stop = address, address, address + length
 
 
 def map_shared(descriptor: int, nbytes: int) -> HostBuffer:
