@@ -20,13 +20,7 @@ from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
 from loader_service.errors import MemoryLimitError
 from loader_service.keeping.content import NOTHING, HeadersRead, KeptMemory, Part, Ranges, Wanted
-from loader_service.keeping.shape import (
-    equal_part,
-    ranks_of,
-    shared_tables,
-    streamed_ranges,
-    table_ranges,
-)
+from loader_service.keeping.shape import equal_part, ranks_of, shared_tables, streamed_ranges, table_ranges
 from loader_service.keeping.status import Kept, ServedLoad
 from loader_service.memory.admission import Supply, refusal, reserve_of
 from loader_service.memory.held import ByteRanges
@@ -111,8 +105,7 @@ class KeepRun(Collective[list[KeptMemory]]):
             await self._read(session)
         await session.exchange(Phase.READ, PhaseRecord())
         self._enter(Phase.FINISH)
-        for kept in self._kept:
-            kept.finish(self._headers.files)
+        await engine.in_thread(self._finish, what=f"sealing what is kept of load '{self._load}'")
         await session.exchange(Phase.FINISH, PhaseRecord())
         self._enter(Phase.FINISH)
         self.status = replace(self.status, state="ready")
@@ -125,6 +118,15 @@ class KeepRun(Collective[list[KeptMemory]]):
         self.status = replace(self.status, state="failed", kept="nothing", kept_bytes=0)
         if self._ahead is not None:
             await self._ahead.stop(self._engine.config.agreement.grace_s)
+        await self._engine.after_the_rest(self._close_memory, within_s=self._engine.config.agreement.grace_s)
+
+    # On a thread: to unmap hundreds of GiB takes seconds, and what is reserved must not be closed meanwhile.
+
+    def _finish(self) -> None:
+        for kept in self._kept:
+            kept.finish(self._headers.files)
+
+    def _close_memory(self) -> None:
         for kept in self._kept:
             kept.buffer = None
             kept.memory.close()
