@@ -94,9 +94,8 @@ class Engine:
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
         self.open_load: OpenLoad | None = None
-        self.memory_rooms: Callable[[], tuple[Room, ...]] = (
-            memory_rooms  # how much memory is free; tests say it themselves
-        )
+        # How much memory is free; tests say it themselves.
+        self.memory_rooms: Callable[[], tuple[Room, ...]] = memory_rooms
         self.entering = asyncio.Lock()  # loads and tables meet the other ranks in the order of the calls
         self.table_turn = asyncio.Lock()  # one host table at a time is filled, in the same order
         self.collective_tasks: set[asyncio.Task[object]] = set()

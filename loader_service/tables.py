@@ -79,9 +79,7 @@ class TableRun(Collective[HostTable]):
             return await self._fill(session, opening, met)
 
     def _forget(self) -> None:
-        self._buffer = self._kept = (
-            None  # leads to memory that is to end with its tensor and not with the next garbage collection
-        )
+        self._buffer = self._kept = None  # else the memory would end with the next garbage collection, not its tensor
 
     async def _let_go(self) -> None:
         await self._close_node()
