@@ -264,7 +264,7 @@ class Engine:
             return self.attachment.headers
         if self._headers is not None:
             return self._headers
-        return weight_cache().headers if self.config.cache.capacity_bytes else None
+        return weight_cache().headers if self.config.cache.on else None
 
     def _read_catalog(self, location: CheckpointConfig, *, fresh: bool) -> Catalog:
         kept = self._kept_headers

@@ -93,8 +93,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         wanted = await engine.in_thread(lambda: self._wanted(plan), what=f"working out load '{self._load}'")
         agreed = await opening.agree_on_plan(plan, told=await self._demand(wanted))
         self._enter(Phase.OPEN)
-        told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
-        self._settle(wanted, told, len(plan.tensor_ids))
+        self._settle(wanted, agreed.facts, len(plan.tensor_ids))
         await self._allocate(session)
         await session.exchange(Phase.OPEN, PhaseRecord())
         self._enter(Phase.READ)
@@ -146,9 +145,9 @@ class KeepRun(Collective[list[KeptMemory]]):
             # Services that see one kernel, but not each other's sockets, are as on two nodes.
             where = await engine.in_thread(memory_device, what="which node this is")
             met = await opening.config(serve=self._serve, card={"node": engine.node, "where": where})
-        told = [cast("Mapping[str, object]", facts).get("card") for facts in met.listed or ()]
-        own = told[engine.group.rank]
-        self._services = [rank for rank, card in enumerate(told) if card == own]
+        cards = [facts.get("card") for facts in met.facts]
+        own = cards[engine.group.rank]
+        self._services = [rank for rank, card in enumerate(cards) if card == own]
         engine.size_threads(met.counts.get("node", {}))
         await self._on_met(self._services.index(engine.group.rank), len(self._services))
 
