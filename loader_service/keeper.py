@@ -20,6 +20,7 @@ from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
 from loader_service.errors import MemoryLimitError
 from loader_service.keeping.content import NOTHING, HeadersRead, KeptMemory, Part, Ranges, Wanted
+from loader_service.keeping.index import KEEP_LESS
 from loader_service.keeping.shape import equal_part, ranks_of, shared_tables, streamed_ranges, table_ranges
 from loader_service.keeping.status import Kept, ServedLoad
 from loader_service.memory.admission import Supply, refusal, reserve_of
@@ -223,7 +224,8 @@ class KeepRun(Collective[list[KeptMemory]]):
         def reserve() -> None:
             for part, shared in ((self._chosen.streamed, False), (self._chosen.tables, True)):
                 if part.files:
-                    kept = KeptMemory(SharedMemory.create(part.nbytes, may_freeze=not shared), shared, part.files)
+                    memory = SharedMemory.create(part.nbytes, may_freeze=not shared, instead=KEEP_LESS)
+                    kept = KeptMemory(memory, shared, part.files)
                     self._kept.append(kept)
                     kept.memory.reserve(0, part.nbytes, self._stopped.is_set)
                     kept.buffer = kept.memory.map()
