@@ -94,9 +94,8 @@ class Engine:
         self.threads = ReadPool(HEADER_THREADS)
         self._workers = ReadPool(1, name="loader-plan")
         self.open_load: OpenLoad | None = None
-        self.memory_rooms: Callable[[], tuple[Room, ...]] = (
-            memory_rooms  # how much memory is free; tests say it themselves
-        )
+        # How much memory is free; tests say it themselves.
+        self.memory_rooms: Callable[[], tuple[Room, ...]] = memory_rooms
         self.entering = asyncio.Lock()  # loads and tables meet the other ranks in the order of the calls
         self.table_turn = asyncio.Lock()  # one host table at a time is filled, in the same order
         self.collective_tasks: set[asyncio.Task[object]] = set()
@@ -265,7 +264,7 @@ class Engine:
             return self.attachment.headers
         if self._headers is not None:
             return self._headers
-        return weight_cache().headers if self.config.cache.capacity_bytes else None
+        return weight_cache().headers if self.config.cache.on else None
 
     def _read_catalog(self, location: CheckpointConfig, *, fresh: bool) -> Catalog:
         kept = self._kept_headers

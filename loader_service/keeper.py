@@ -20,13 +20,8 @@ from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
 from loader_service.errors import MemoryLimitError
 from loader_service.keeping.content import NOTHING, HeadersRead, KeptMemory, Part, Ranges, Wanted
-from loader_service.keeping.shape import (
-    equal_part,
-    ranks_of,
-    shared_tables,
-    streamed_ranges,
-    table_ranges,
-)
+from loader_service.keeping.index import KEEP_LESS
+from loader_service.keeping.shape import equal_part, ranks_of, shared_tables, streamed_ranges, table_ranges
 from loader_service.keeping.status import Kept, ServedLoad
 from loader_service.memory.admission import Supply, refusal, reserve_of
 from loader_service.memory.held import ByteRanges
@@ -99,8 +94,7 @@ class KeepRun(Collective[list[KeptMemory]]):
         wanted = await engine.in_thread(lambda: self._wanted(plan), what=f"working out load '{self._load}'")
         agreed = await opening.agree_on_plan(plan, told=await self._demand(wanted))
         self._enter(Phase.OPEN)
-        told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
-        self._settle(wanted, told, len(plan.tensor_ids))
+        self._settle(wanted, agreed.facts, len(plan.tensor_ids))
         await self._allocate(session)
         await session.exchange(Phase.OPEN, PhaseRecord())
         self._enter(Phase.READ)
@@ -111,8 +105,7 @@ class KeepRun(Collective[list[KeptMemory]]):
             await self._read(session)
         await session.exchange(Phase.READ, PhaseRecord())
         self._enter(Phase.FINISH)
-        for kept in self._kept:
-            kept.finish(self._headers.files)
+        await engine.in_thread(self._finish, what=f"sealing what is kept of load '{self._load}'")
         await session.exchange(Phase.FINISH, PhaseRecord())
         self._enter(Phase.FINISH)
         self.status = replace(self.status, state="ready")
@@ -125,6 +118,15 @@ class KeepRun(Collective[list[KeptMemory]]):
         self.status = replace(self.status, state="failed", kept="nothing", kept_bytes=0)
         if self._ahead is not None:
             await self._ahead.stop(self._engine.config.agreement.grace_s)
+        await self._engine.after_the_rest(self._close_memory, within_s=self._engine.config.agreement.grace_s)
+
+    # On a thread: to unmap hundreds of GiB takes seconds, and what is reserved must not be closed meanwhile.
+
+    def _finish(self) -> None:
+        for kept in self._kept:
+            kept.finish(self._headers.files)
+
+    def _close_memory(self) -> None:
         for kept in self._kept:
             kept.buffer = None
             kept.memory.close()
@@ -144,9 +146,9 @@ class KeepRun(Collective[list[KeptMemory]]):
             # Services that see one kernel, but not each other's sockets, are as on two nodes.
             where = await engine.in_thread(memory_device, what="which node this is")
             met = await opening.config(serve=self._serve, card={"node": engine.node, "where": where})
-        told = [cast("Mapping[str, object]", facts).get("card") for facts in met.listed or ()]
-        own = told[engine.group.rank]
-        self._services = [rank for rank, card in enumerate(told) if card == own]
+        cards = [facts.get("card") for facts in met.facts]
+        own = cards[engine.group.rank]
+        self._services = [rank for rank, card in enumerate(cards) if card == own]
         engine.size_threads(met.counts.get("node", {}))
         await self._on_met(self._services.index(engine.group.rank), len(self._services))
 
@@ -222,7 +224,8 @@ class KeepRun(Collective[list[KeptMemory]]):
         def reserve() -> None:
             for part, shared in ((self._chosen.streamed, False), (self._chosen.tables, True)):
                 if part.files:
-                    kept = KeptMemory(SharedMemory.create(part.nbytes, may_freeze=not shared), shared, part.files)
+                    memory = SharedMemory.create(part.nbytes, may_freeze=not shared, instead=KEEP_LESS)
+                    kept = KeptMemory(memory, shared, part.files)
                     self._kept.append(kept)
                     kept.memory.reserve(0, part.nbytes, self._stopped.is_set)
                     kept.buffer = kept.memory.map()

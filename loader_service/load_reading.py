@@ -53,7 +53,7 @@ class LoadReading:
         plan: RankPlan,
         tables: Tables,
         sharing: NodeSharing,
-        cached: HeldBytes | None,
+        in_memory: HeldBytes | None,
         channel: Channel[OwnedUnit | SlotUnit],
         progress: Progress,
         *,
@@ -65,7 +65,7 @@ class LoadReading:
         self._plan = plan
         self._tables = tables
         self._sharing = sharing
-        self._cached = cached
+        self._in_memory = in_memory
         self._channel = channel
         self._progress = progress
         self._on_progress = on_progress
@@ -81,7 +81,7 @@ class LoadReading:
         resources.pool.restart_peak()
         self._resources = resources
         shared = await self._sharing.begin(resources, self._on_failure, self._on_progress)
-        self._resources = replace(resources, shared=shared, cached=self._cached)
+        self._resources = replace(resources, shared=shared, in_memory=self._in_memory)
 
     # One form of consumption
 
@@ -125,14 +125,14 @@ class LoadReading:
 
     async def _make_room(self, copies: bool) -> None:
         """Room in the raw weight cache, before anything is read, if anything will be left there."""
-        if self._cached is None or not self._cached.grows:
+        if self._in_memory is None or not self._in_memory.grows:
             return
         if copies and self._ready.shared is not None:
-            self._cached.leave_nothing("what comes from memory that the node shares is not kept")
+            self._in_memory.leave_nothing("what comes from memory that the node shares is not kept")
             return
-        await self._engine.in_thread(self._cached.make_room, what="making room in the raw weight cache")
-        if not self._cached.adds:
-            reason = self._cached.outcome.reason
+        await self._engine.in_thread(self._in_memory.make_room, what="making room in the raw weight cache")
+        if not self._in_memory.adds:
+            reason = self._in_memory.outcome.reason
             log.warning("load '%s' leaves nothing in the raw weight cache: %s", self._load, reason)
 
     # Ending
@@ -161,8 +161,8 @@ class LoadReading:
     def left(self) -> None:
         """The load is over."""
         self._tables.left()
-        if self._cached is not None:
-            self._cached.close()
+        if self._in_memory is not None:
+            self._in_memory.close()
 
     def _note_stuck(self, reads: list[str]) -> None:
         for stuck in reads:
@@ -172,7 +172,7 @@ class LoadReading:
     async def verify_files(self) -> None:
         """The files that bytes came from are still those whose headers were planned with."""
         taken = self._sharing.shards_taken
-        if self._cached is not None:  # which has the bytes of files that nobody may have looked at since
+        if self._in_memory is not None:  # which has the bytes of files that nobody may have looked at since
             taken = frozenset(numbers_of(self._plan.extent_shard))
         shards = [self._plan.catalog.shards[i] for i in sorted(taken | self.shards_read)]
 
@@ -240,8 +240,8 @@ class LoadReading:
         found["sharing"] = self._sharing.outcome
         if self._engine.attachment is not None:
             found["service"] = self._engine.attachment.outcome
-        if self._cached is not None:
-            found[self._cached.policy] = self._cached.outcome
+        if self._in_memory is not None:
+            found[self._in_memory.policy] = self._in_memory.outcome
         shared = self._sharing.pin_outcome
         pin = {"pin": shared} if shared is not None else {}
         return found | self._policies | pin | self._tables.policies

@@ -60,7 +60,7 @@ class NodeSharing:
     """One load's sharing on its rank: `facts` with the plan, `opinion` with the opening, `settle` with the answers."""
 
     def __init__(self, engine: Engine, plan: LoadPlan, others: Neighbours, *, held: bool) -> None:
-        """`held`: this rank's cache holds all that it wants."""
+        """`held`: all that this rank wants is in memory already."""
         self._held = held
         self._engine = engine
         self._plan = plan

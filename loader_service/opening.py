@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
-
 from loader_service import logs
 from loader_service.agreed import catalog_record, config_record, plan_record
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
@@ -41,8 +38,7 @@ class Opening:
             card=card,
         )
         verdict = await self._session.exchange(Phase.CONFIG, record)
-        told = [cast("Mapping[str, object]", facts) for facts in verdict.listed or ()]
-        engine.set_coords([facts.get("coords") for facts in told] if engine.coords is not None else None)
+        engine.set_coords([facts.get("coords") for facts in verdict.facts] if engine.coords is not None else None)
         return verdict
 
     async def catalog(self) -> Catalog:

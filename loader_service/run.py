@@ -59,7 +59,7 @@ class LoadRun:
         self._entering: asyncio.Task[None] | None = None
         self._others: Neighbours | None = None
         self._reading: LoadReading | None = None
-        self._cached: HeldBytes | None = None
+        self._in_memory: HeldBytes | None = None
         self._failed_by: BaseException | None = None  # reading here
         self._telling: Telling | None = None  # a resident service, of this load
         self._told: asyncio.Task[Verdict | None] | None = None  # of what went wrong here, before the consumer knows
@@ -128,8 +128,8 @@ class LoadRun:
                 catalog = await opening.catalog()
             with self._timed(Phase.PLAN):
                 plan = await opening.plan(catalog)
-                self._cached = await self._engine.held(plan.for_rank(self._engine.group.rank).streamed)
-                held = self._cached is not None and self._cached.everything
+                self._in_memory = await self._engine.held(plan.for_rank(self._engine.group.rank).streamed)
+                held = self._in_memory is not None and self._in_memory.everything
                 sharing = NodeSharing(self._engine, plan, others, held=held)
                 agreed = await opening.agree_on_plan(plan, told=await sharing.facts())
                 self._plan = plan
@@ -190,7 +190,7 @@ class LoadRun:
             self.rank_plan,
             self.tables,
             sharing,
-            self._cached,
+            self._in_memory,
             self.channel,
             self.progress,
             on_progress=self._report_progress,
@@ -330,8 +330,8 @@ class LoadRun:
         self._left = True
         if self._reading is not None:
             self._reading.left()
-        elif self._cached is not None:
-            self._cached.close()
+        elif self._in_memory is not None:
+            self._in_memory.close()
         self._over.set()
         if self._engine.open_load is self:
             self._engine.open_load = None

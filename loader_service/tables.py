@@ -79,9 +79,7 @@ class TableRun(Collective[HostTable]):
             return await self._fill(session, opening, met)
 
     def _forget(self) -> None:
-        self._buffer = self._kept = (
-            None  # leads to memory that is to end with its tensor and not with the next garbage collection
-        )
+        self._buffer = self._kept = None  # else the memory would end with the next garbage collection, not its tensor
 
     async def _let_go(self) -> None:
         await self._close_node()
@@ -110,8 +108,7 @@ class TableRun(Collective[HostTable]):
 
     async def _fill(self, session: Session, opening: Opening, met: Verdict) -> HostTable:
         engine = self._engine
-        told = [cast("Mapping[str, object]", facts) for facts in met.listed or ()]
-        cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(told)]
+        cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(met.facts)]
         self._come_to(Phase.CATALOG)
         catalog = await opening.catalog()
         self._come_to(Phase.PLAN)
@@ -126,12 +123,11 @@ class TableRun(Collective[HostTable]):
         if part is None:
             raise self._no_table()
         engine.size_threads(met.counts.get("node", {}))
-        told = [cast("Mapping[str, object]", facts) for facts in agreed.listed or ()]
         ranges: tuple[Rows, ...] = ()
-        if all(facts["kept"] for facts in told):
+        if all(facts["kept"] for facts in agreed.facts):
             self._buffer = self._kept
         else:
-            ranges = await self._allocate(session, plan, part, self._admit(plan, told))
+            ranges = await self._allocate(session, plan, part, self._admit(plan, agreed.facts))
         await session.exchange(Phase.OPEN, PhaseRecord())
         await self._close_node()
         self._come_to(Phase.READ)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from loader_service.errors import AgreementError, FailureRecord, LoaderError, RankFailure
 
@@ -120,6 +120,11 @@ class Verdict:
     @property
     def final(self) -> bool:
         return self.action == "final"
+
+    @property
+    def facts(self) -> list[Mapping[str, object]]:
+        """What each rank has listed, by rank, where these are objects."""
+        return [cast("Mapping[str, object]", facts) for facts in self.listed or ()]
 
     @property
     def ends(self) -> bool:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, cast
 
 from loader_service.cli.bench_limits import LABELS, LimitBench
+from loader_service.cli.plan_titles import spans
 from loader_service.measuring.limits import Rate
 from loader_service.measuring.machine import Machine
 from loader_service.measuring.verdict import Limits, Loaded, Verdict, fresh_limit, judge, source_limit
@@ -148,11 +149,7 @@ class Node:
     @property
     def name(self) -> str:
         """As people read it."""
-        if len(self.ranks) == 1:
-            return f"node of rank {self.ranks[0]}"
-        first, last = self.ranks[0], self.ranks[-1]
-        in_a_row = last - first + 1 == len(self.ranks)
-        return f"node of ranks {f'{first}-{last}' if in_a_row else ', '.join(map(str, self.ranks))}"
+        return f"node of {spans(self.ranks)}"
 
     def as_dict(self) -> dict[str, object]:
         return {

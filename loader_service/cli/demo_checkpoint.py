@@ -28,7 +28,6 @@ from loader_service.errors import ConfigError, LoaderError
 from loader_service.sizes import format_size
 
 SHARDS = 5
-LAYERS = 5
 DENSE_LAYERS = 1
 EXPERTS = 12
 DRAFT_STAGES = 3

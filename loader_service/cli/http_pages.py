@@ -19,9 +19,7 @@ from loader_service.errors import ConfigError, FailureRecord, StateError, record
 from loader_service.keeping.status import ServiceStatus
 from loader_service.sizes import format_size
 
-LOOP_LAG_LIMIT_S: Final = (
-    30.0  # a loop that is later than this is stuck: no read and no message of a rank keeps it so long
-)
+LOOP_LAG_LIMIT_S: Final = 30.0  # a loop that is later is stuck: no read and no message of a rank keeps it so long
 PATHS: Final = {
     "/healthz": f"200 while the service's event loop is less than {LOOP_LAG_LIMIT_S:g} s late, else 503",
     "/readyz": "200 once the services of all ranks have everything, else 503; says what is missing",

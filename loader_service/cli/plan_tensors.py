@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loader_service.cli.output import writing_to_stdout
-from loader_service.cli.plan_titles import plain
+from loader_service.cli.plan_titles import plain, spans
 from loader_service.config.schema import Rule
 from loader_service.planning.cuts import Interval
 from loader_service.planning.groups import WHOLE
@@ -190,7 +190,7 @@ def _lines(tensor: TensorParts, rules: Sequence[Rule], world_size: int, width: i
 def _takes(part: Part, shape: tuple[int, ...], nbytes: int, world_size: int) -> str:
     slices = ", ".join(map(_elements, part.slices, shape))
     elements = "whole" if part.shape == shape else f"[{slices}]"
-    ranks = "all ranks" if len(part.ranks) == world_size > 1 else _ranks(part.ranks)
+    ranks = "all ranks" if len(part.ranks) == world_size > 1 else spans(part.ranks)
     return f"{ranks:<9}  {elements:<18}  {format_size(nbytes):>12}"
 
 
@@ -199,18 +199,6 @@ def _elements(intervals: Sequence[Interval], size: int) -> str:
     if list(intervals) == [(0, size)]:
         return ":"
     return "+".join(f"{start}:{stop}" for start, stop in intervals) or "0:0"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-3, 8"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _rule(where: str, rules: Sequence[Rule]) -> tuple[str, str]:

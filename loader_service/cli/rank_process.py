@@ -119,8 +119,8 @@ class Teller:
 
 
 class RankProcess(ABC, Generic[FailingT]):
-    """One command in one process, from its first collective to its exit code. A subclass does `_work`, and puts the
-    load that is open, or was last, into `_load`."""
+    """One command in one process, from its first collective to its exit code. A subclass does `_work`, and puts what
+    ranks do together into `_load`: the load that is open, or was last, or a service that fills."""
 
     def __init__(
         self, telling: Telling, place: ranks.Place, meeting: Meeting, settings: AgreementConfig, *, load: str | None

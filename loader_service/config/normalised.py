@@ -24,7 +24,7 @@ def normalised(config: ServiceConfig, load_name: str) -> dict[str, object]:
         "mesh": None if config.mesh is None else [[axis, ranks] for axis, ranks in config.mesh.items()],
         "loads": {load_name: normalised_load(load)},
         "reads": {"coalesce_gap_bytes": config.reads.coalesce_gap_bytes, "sharing": config.reads.sharing},
-        "cache": {"on": config.cache.capacity_bytes > 0},
+        "cache": {"on": config.cache.on},
     }
 
 

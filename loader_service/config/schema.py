@@ -168,6 +168,11 @@ class CacheConfig(FrozenModel):
         default=0, description="Bytes that the raw weight cache may hold in this process. 0: there is none."
     )
 
+    @property
+    def on(self) -> bool:
+        """Whether tensors share memory with the raw weight cache, and with later loads."""
+        return self.capacity_bytes > 0
+
 
 class MemoryConfig(FrozenModel):
     """What is left free of host memory."""

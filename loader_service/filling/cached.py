@@ -120,25 +120,25 @@ class CachedBytes:
 
 
 class CachingReader:
-    """Reads ranges for memory that the consumer has only for a while, or owns: the cache keeps a copy, if `keeps`."""
+    """Copies what is in memory, and reads the rest, into the consumer's memory: the cache keeps a copy, if `keeps`."""
 
-    def __init__(self, ranges: RangeReader, cached: HeldBytes, shards: Sequence[Shard], *, keeps: bool) -> None:
+    def __init__(self, ranges: RangeReader, in_memory: HeldBytes, shards: Sequence[Shard], *, keeps: bool) -> None:
         self._ranges = ranges
-        self._cached = cached
+        self._in_memory = in_memory
         self._numbers = {shard.path: number for number, shard in enumerate(shards)}
         self._keeps = keeps
 
     def read_within(self, where: FileRange, window: Window) -> int:
         shard, start = self._numbers[where.path], where.start
-        held = self._cached.held(shard, start, start + window.nbytes)
+        held = self._in_memory.held(shard, start, start + window.nbytes)
         if held is not None:
             copy_segments(held, window.view)
             return 0
         read_bytes = self._ranges.read_within(where, window)
-        if self._keeps and self._cached.adds:
+        if self._keeps and self._in_memory.adds:
             kept = allocate_host(window.nbytes).memoryview
             np.copyto(np.frombuffer(kept, np.uint8), np.frombuffer(window.view, np.uint8))
-            self._cached.insert(shard, start, kept)
+            self._in_memory.insert(shard, start, kept)
         return read_bytes
 
     def read_parts(self, where: FileRange, parts: Sequence[tuple[int, Window]]) -> int:

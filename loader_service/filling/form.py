@@ -34,13 +34,13 @@ class Resources:
     thread_count: int
     pool: StagingPool
     shared: SharedReads | None = None
-    cached: HeldBytes | None = None
+    in_memory: HeldBytes | None = None
 
     def source(self, shards: Sequence[Shard], *, keeps: bool) -> RangeSource:
-        """Where the load's ranges come from: files, or what the cache holds of them."""
-        if self.cached is None:
+        """Where the load's ranges come from: files, or what is in memory of them."""
+        if self.in_memory is None:
             return self.ranges
-        return CachingReader(self.ranges, self.cached, shards, keeps=keeps)
+        return CachingReader(self.ranges, self.in_memory, shards, keeps=keeps)
 
     @property
     def capacity_bytes(self) -> int:

@@ -101,8 +101,8 @@ class OwnedFilling:
 
     Small tensors lie in arenas of at most `ARENA_BYTES`, as in the file, so that one that is kept keeps no more than
     that alive; a larger one has memory of its own. Both are read in place; only column slices, and small tensors that
-    lie in several parts of the file, pass through scratch memory. With the raw weight cache on, memory that is read in
-    place is the cache's, too, and what it holds already is handed over as it is.
+    lie in several parts of the file, pass through scratch memory. What is in memory already is handed over as it is;
+    with the raw weight cache on, memory that is read in place is the cache's, too.
     """
 
     keeps_copies = False
@@ -113,7 +113,7 @@ class OwnedFilling:
         self._pool = pool
         self._chunk_bytes = chunk_bytes
         self._shared = resources.shared_ranges
-        self._cached = resources.cached
+        self._in_memory = resources.in_memory
         self.scratch_leases = resources.scratch_leases(plan) if needs_copies(plan) else 0
         self._budget_bytes = resources.capacity_bytes - self.scratch_leases * pool.slot_bytes
         self._unit_bytes = min(chunk_bytes, self._budget_bytes // 4)
@@ -142,30 +142,32 @@ class OwnedFilling:
         if held:
             offsets = [offset + moved[buffer] for offset, buffer in zip(offsets, unit.buffer_of, strict=True)]
         read = [image for image in unit.images if image.memory not in held]
-        keep = partial(self._insert, unit, read, buffers) if self._cached is not None else _keep_nothing
+        keep = partial(self._insert, unit, read, buffers) if self._in_memory is not None else _keep_nothing
         owned = OwnedUnit(self._plan, unit, memories, offsets, memory, keep)
         return owned, self._transfers(unit, read, buffers)
 
     def _held(self, images: Sequence[Image]) -> dict[int, memoryview]:
-        """Memory of the cache that is all of an image, by the number of its buffer: tensors then share it."""
+        """Held memory that is all of an image, by the number of its buffer: tensors are made over it."""
         found = {}
-        for image in images if self._cached is not None else ():
-            assert self._cached is not None
-            segments = self._cached.held(image.shard, image.start, image.stop)
+        for image in images if self._in_memory is not None else ():
+            assert self._in_memory is not None
+            segments = self._in_memory.held(image.shard, image.start, image.stop)
             if segments is not None and len(segments) == 1:  # more are copied, as if they were read
                 found[image.memory] = segments[0].memory
         return found
 
     def _insert(self, unit: OwnedLayout, images: Sequence[Image], buffers: list[memoryview]) -> None:
         """Leaves what was read in place, or copied there whole, to the cache."""
-        assert self._cached is not None
+        assert self._in_memory is not None
         for number in unit.in_parts:
             if (memory := self._target(unit, buffers, number).memory) is not None:
                 for shard, start, stop, dst in self._parts.in_place(number):
-                    self._cached.insert(shard, start, memory[dst : dst + stop - start])
+                    self._in_memory.insert(shard, start, memory[dst : dst + stop - start])
         for image in images:
             nbytes = image.stop - image.start
-            self._cached.insert(image.shard, image.start, buffers[image.memory][image.offset : image.offset + nbytes])
+            self._in_memory.insert(
+                image.shard, image.start, buffers[image.memory][image.offset : image.offset + nbytes]
+            )
 
     def _transfers(self, unit: OwnedLayout, images: Sequence[Image], buffers: list[memoryview]) -> Iterator[Transfer]:
         """In plan order: what the node shares comes in that order."""

@@ -108,7 +108,7 @@ class EngineLoad:
             service.open(self.load) as load,
         ):
             self.check(load, service.rank)
-            shared = self.config.cache.capacity_bytes > 0
+            shared = self.config.cache.on
             yield ((name, _own(value) if shared else value) for name, value in load)
         report = load.report
         log.info(

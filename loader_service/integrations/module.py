@@ -154,7 +154,7 @@ class _Work:
         self._specs = {name: load.spec(name) for name in names}
         self._fit = fit(module, self._specs, load.tables, options.rename)
         self._by_itself = loads_itself(module)
-        self._shared_memory = service.config.cache.capacity_bytes > 0
+        self._shared_memory = service.config.cache.on
         self._taken: dict[str, torch.Tensor] = {}
         targets = self._fit.targets.values()
         on_meta = [target.tensor.is_meta for target in targets]

@@ -133,7 +133,7 @@ class _Making:
         self._folder = os.fspath(folder) if folder is not None else _folder_of(config, load_name)
         self._dtype = dtype
         self._options = options
-        self._shared_memory = config.cache.capacity_bytes > 0
+        self._shared_memory = config.cache.on
         self._config: Any = None
 
     def check(self, load: Load | BlockingLoad, rank: int) -> None:

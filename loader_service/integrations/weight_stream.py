@@ -38,7 +38,7 @@ class WeightStream:
         self._service = service
         self._name = name
         self._check = check
-        self._shared_memory = service.config.cache.capacity_bytes > 0
+        self._shared_memory = service.config.cache.on
         self._changed = threading.Condition()
         self._alive: dict[str, int] = {}
         self._held: dict[str, Weight] = {}

@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from loader_service import logs
+from loader_service.agreement.node import peer
 from loader_service.config.schema import ServiceConfig
 from loader_service.errors import AttachError, LoaderError, MemoryLimitError
 from loader_service.keeping import wire
 from loader_service.keeping.index import PROTOCOL, KeptIndex
-from loader_service.keeping.view import Kept, KeptBytes, KeptHeaders, KeptRangeReader, KeptView
+from loader_service.keeping.view import HandedOver, KeptBytes, KeptHeaders, KeptRangeReader, KeptView
 from loader_service.memory.shared import SharedMemory
 from loader_service.planning.plan import RankPlan
 from loader_service.reading.file_range import Drop
@@ -32,6 +33,7 @@ log = logs.logger("loader_service.attach")
 
 _ANSWER_S: Final = 10.0  # a service that fills says so every second
 _LOOK_S: Final = 0.1
+_STUCK: Final = "it is stuck; start it anew"
 _WATCH_EVERY_S: Final = 1.0
 
 
@@ -42,7 +44,7 @@ class Attachment:
         self._config = config
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
-        self._kept: list[Kept] = []
+        self._kept: list[HandedOver] = []
         self._ended = False
         self.headers: KeptHeaders | None = None
         self.progress = ""  # of `connect`, in words
@@ -97,8 +99,9 @@ class Attachment:
         name = wire.shown(address)
         try:
             self._reach(connection, address)
-            if not wire.is_trusted(user := wire.peer(connection)[1]):
-                raise AttachError(f"what listens on {name} is a process of user {user}: it is not trusted")
+            if not wire.is_trusted(user := peer(connection)[1]):
+                advice = "start the service as this user, or give both another `serve.socket`"
+                raise AttachError(f"what listens on {name} is a process of user {user}, not trusted: {advice}")
             wire.send(connection, {"protocol": PROTOCOL, "process": os.getpid()})
             return self._receive(connection, name, began_s)
         except OSError as error:
@@ -115,7 +118,7 @@ class Attachment:
                 connection.connect(address)
             except BlockingIOError:
                 if time.monotonic() > until_s or self._ended:
-                    why = f"has taken nobody for {_ANSWER_S:g} s: it is stuck"
+                    why = f"has taken nobody for {_ANSWER_S:g} s: {_STUCK}"
                     raise AttachError(f"the service on {wire.shown(address)} {why}") from None
                 time.sleep(_LOOK_S)
             else:
@@ -133,7 +136,7 @@ class Attachment:
             self.progress = f"waiting for the service on {name} for {waited_s:.1f} s, which says: {says}"
             if not arriving.poll(1000 * _LOOK_S):
                 if now_s - heard_s > _ANSWER_S:
-                    raise AttachError(f"the service on {name} has said nothing for {_ANSWER_S:g} s: it is stuck")
+                    raise AttachError(f"the service on {name} has said nothing for {_ANSWER_S:g} s: {_STUCK}")
                 continue
             heard_s = now_s
             message, descriptors = wire.receive(connection)
@@ -213,7 +216,7 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _handed_over(message: Mapping[str, object], descriptors: list[int]) -> tuple[int, Kept]:
+def _handed_over(message: Mapping[str, object], descriptors: list[int]) -> tuple[int, HandedOver]:
     """How many services the node has, and what this one keeps, of its last message: the index is in the first memory
     file. Takes the descriptors over."""
     left = list(descriptors)
@@ -230,7 +233,7 @@ def _handed_over(message: Mapping[str, object], descriptors: list[int]) -> tuple
     finally:
         for descriptor in left:
             os.close(descriptor)
-    return services, Kept(index, memories)
+    return services, HandedOver(index, memories)
 
 
 def _announced(message: Mapping[str, object], descriptors: int) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from loader_service.errors import AttachError
 from loader_service.keeping.shape import PlacedRanges
 from loader_service.memory.shared import SharedMemory
 
+KEEP_LESS: Final = "keep fewer loads (serve.keep)"
+
 PROTOCOL: Final = 1
 """Raised when services and workers would misunderstand each other."""
 
@@ -83,7 +85,7 @@ class KeptIndex:
         Raises MemoryLimitError if that cannot be had.
         """
         raw = self.encode()
-        memory = SharedMemory.create(len(raw), may_freeze=True)
+        memory = SharedMemory.create(len(raw), may_freeze=True, instead=KEEP_LESS)
         try:
             memory.reserve(0, len(raw))
             os.pwrite(memory.descriptor, raw, 0)

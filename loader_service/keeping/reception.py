@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from loader_service import logs
+from loader_service.agreement.node import peer
 from loader_service.keeping import wire
 from loader_service.keeping.index import PROTOCOL
 from loader_service.keeping.status import WorkerLoad
@@ -91,7 +92,7 @@ class Reception:
 
     async def _serve(self, connection: socket.socket) -> None:
         with contextlib.closing(connection), contextlib.suppress(OSError):
-            process, user = wire.peer(connection)
+            process, user = peer(connection)
             if not wire.is_trusted(user):
                 if user not in self._refused:  # whoever may not attach can try without end
                     self._refused.add(user)
@@ -128,10 +129,10 @@ class Reception:
         finally:
             self._attached -= 1
             log.info("worker gone: process %d", process)
-            for key in running:
-                lost = {"error": _LOST, "message": f"process {process} has gone while it loaded"}
+            self.failed_total += len(running)
+            lost = {"error": _LOST, "message": f"process {process} has gone while it loaded"}
+            for key in running & self._loads.keys():  # some may have given way to newer ones
                 self._loads[key] = replace(self._loads[key], failure=lost)
-                self.failed_total += 1
 
     async def _hear(self, connection: socket.socket) -> dict[str, object] | None:
         """The next message; None at the end."""

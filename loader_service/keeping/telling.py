@@ -16,7 +16,7 @@ from loader_service.timeline import Counters
 
 TELL_EVERY_S: Final = 1.0
 _BEAT_S: Final = 0.1
-_MOST_CHARS: Final = 4096  # of a message: paths and names in it may be any number
+_MOST_CHARS: Final = 2048  # of each text of a failure: all of them, escaped, are one packet
 
 
 class Telling:
@@ -44,12 +44,13 @@ class Telling:
     def end(self, report: LoadReport | None = None, error: BaseException | None = None) -> None:
         """The load is over, with a report or an error."""
         self._task.cancel()
-        failure = record_of(error).as_dict() if error is not None else None
+        failure = None
+        if error is not None:
+            facts = record_of(error).as_dict()
+            failure = {key: fact[:_MOST_CHARS] if isinstance(fact, str) else fact for key, fact in facts.items()}
         done = report.as_dict() if report is not None else None
         if done is not None:
             del done["files_read"], done["warnings"]  # may be more than a packet takes
-        if failure is not None:
-            failure["message"] = str(failure["message"])[:_MOST_CHARS]
         self._tell(report=done, failure=failure)
 
     def _tell(self, **more: object) -> None:

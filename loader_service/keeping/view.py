@@ -26,7 +26,7 @@ from loader_service.sizes import format_size
 _log = logs.logger(__name__)
 
 
-class Kept:
+class HandedOver:
     """What one service keeps, and the memory files that it has handed over. Owns their descriptors."""
 
     def __init__(self, index: KeptIndex, segments: Sequence[SharedMemory]) -> None:
@@ -42,7 +42,7 @@ class KeptView:
     """Fresh mappings of what services keep, by the state of a file. Thread-safe. Raises MemoryLimitError if they cannot
     be had."""
 
-    def __init__(self, services: Iterable[Kept]) -> None:
+    def __init__(self, services: Iterable[HandedOver]) -> None:
         self._held: dict[Hashable, HeldRanges] = {}
         self._shared: dict[Hashable, list[tuple[KeptFile, HostBuffer]]] = {}
         for kept in services:
@@ -101,7 +101,7 @@ class KeptView:
 class KeptHeaders:
     """Headers and indexes that services keep, for discovery; see `checkpoint.discovery.Kept`."""
 
-    def __init__(self, view: KeptView, services: Iterable[Kept]) -> None:
+    def __init__(self, view: KeptView, services: Iterable[HandedOver]) -> None:
         self._view = view
         self._head_bytes: dict[Hashable, int] = {
             file.state: file.head_bytes for kept in services for file in kept.index.files if file.head_bytes

@@ -22,7 +22,6 @@ from loader_service.errors import ConfigError
 
 MOST_BYTES: Final = 64 << 10
 MOST_DESCRIPTORS: Final = 250  # the kernel takes 253 with one packet
-_CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 _INT: Final = struct.Struct("i")
 _MSG_CMSG_CLOEXEC: Final = 0x40000000  # Python does not name it: a program that is started meanwhile gets none of them
 
@@ -98,13 +97,6 @@ def unlink(address: Address) -> None:
     if isinstance(address, str):
         with contextlib.suppress(OSError):
             Path(address).unlink()
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end, as the kernel knows them."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(raw)
-    return process, user
 
 
 def is_trusted(user: int) -> bool:

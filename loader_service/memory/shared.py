@@ -40,24 +40,26 @@ class SharedMemory:
     `collapsed_bytes`: how much of what was reserved by this object was made huge pages by asking the kernel for them.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, instead: str = _NOT_SHARED) -> None:
         self.descriptor = descriptor
+        self._instead = instead
         self.nbytes = nbytes
         self.collapsed_bytes = 0
         self._collapses = True  # as far as is known
 
     @classmethod
-    def create(cls, nbytes: int, *, may_freeze: bool = False) -> SharedMemory:
+    def create(cls, nbytes: int, *, may_freeze: bool = False, instead: str = _NOT_SHARED) -> SharedMemory:
         """A memory file whose size nobody can change any more. Nothing is reserved yet.
 
-        `may_freeze`: `freeze` will be called. Raises MemoryLimitError if it cannot be had.
+        `may_freeze`: `freeze` will be called. Raises MemoryLimitError if it cannot be had, which says what to do
+        `instead`.
         """
         if not sys.platform.startswith("linux"):
-            raise MemoryLimitError(f"memory that ranks share needs Linux: {_NOT_SHARED}")
+            raise MemoryLimitError(f"memory that ranks share needs Linux: {instead}")
         try:
-            return cls(_memory_file(nbytes, may_freeze=may_freeze), nbytes)
+            return cls(_memory_file(nbytes, may_freeze=may_freeze), nbytes, instead)
         except OSError as error:
-            raise _refused(nbytes, error, psutil.virtual_memory().available) from error
+            raise _refused(nbytes, error, psutil.virtual_memory().available, instead) from error
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> SharedMemory:
@@ -90,12 +92,13 @@ class SharedMemory:
             end = min(stop, (start // _RESERVE_STEP_BYTES + 1) * _RESERVE_STEP_BYTES)
             available = min((room.free_bytes for room in memory_rooms()), default=stop - start)
             if available < stop - start:
-                raise _refused(stop - start, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), available)
+                short = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                raise _refused(stop - start, short, available, self._instead)
             try:
                 self._make_huge(start, end)
                 os.posix_fallocate(self.descriptor, start, end - start)
             except OSError as error:
-                raise _refused(stop - start, error, available) from error
+                raise _refused(stop - start, error, available, self._instead) from error
             start = end
 
     def _make_huge(self, start: int, stop: int) -> None:
@@ -161,8 +164,8 @@ def refusal_of_shared(nbytes: int) -> str | None:
     return None
 
 
-def _refused(nbytes: int, error: OSError, available: int) -> MemoryLimitError:
-    return MemoryLimitError(f"{_why_refused(nbytes, error, available)}, or {_NOT_SHARED}", errno=error.errno)
+def _refused(nbytes: int, error: OSError, available: int, instead: str) -> MemoryLimitError:
+    return MemoryLimitError(f"{_why_refused(nbytes, error, available)}, or {instead}", errno=error.errno)
 
 
 def _why_refused(nbytes: int, error: OSError, available: int) -> str:

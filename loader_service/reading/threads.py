@@ -72,7 +72,7 @@ def thread_count(requested: int | str, per_node: int, ranks_here: int, files: in
         return cap, f"reads.threads_per_node is {per_node} and {ranks_here} ranks are on this node"
     if files < AUTO_THREADS:
         return files, f"only {files} files may be open at once (ulimit -n)"
-    return AUTO_THREADS, "as many reads in flight as one disk needs"
+    return AUTO_THREADS, "what one disk needs while some of them zero fresh memory"
 
 
 def _nothing() -> None:

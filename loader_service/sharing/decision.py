@@ -31,7 +31,7 @@ _NOTHING_TO_SHARE: Final = "its ranks want no common bytes"
 class NodeFacts:
     """What a rank tells with its plan. `connected` are the ranks that it can share memory with; `files` is a digest of
     the identities of the shards that it sees; `slots` of `slot_bytes` it can give to staging;
-    `held`: its raw weight cache has all that it wants; `refused`: why its system gives it no memory to share."""
+    `held`: it wants nothing that is not in memory already; `refused`: why its system gives it no memory to share."""
 
     rank: int
     connected: tuple[int, ...]

@@ -20,7 +20,6 @@ import yaml
 import loader_service as ls
 from loader_service import errors
 from loader_service.cli.commands import app
-from loader_service.config.schema import ServiceConfig
 from loader_service.memory.admission import Room, reserve_of
 from loader_service.sizes import parse_size
 from tests.deploy.examples import (
@@ -139,12 +138,9 @@ def test_every_file_starts_the_service_alike(file: str) -> None:
 
 @pytest.mark.parametrize("file", ["Dockerfile", "compose.yaml", "kubernetes.yaml", UNIT.name])
 def test_the_program_knows_the_command_line(file: str) -> None:
-    """Switched on by the command itself: a version without `serve` has nothing to compare with."""
     commands: Mapping[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
     assert "load" in commands
-    serve = commands.get("serve")
-    if serve is None:
-        pytest.skip("this version has no command `serve`")
+    serve = commands["serve"]
     options = {name for parameter in serve.params for name in parameter.opts}
     used = {word for word in serve_commands()[file] if word.startswith("--")}
     assert used <= options, f"serve has {sorted(options)}"
@@ -158,12 +154,7 @@ def models() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("file", ["model.yaml", "kubernetes.yaml"])
 def test_the_loader_takes_the_configuration(file: str) -> None:
-    """Whole, where this version knows `serve`; without it the key is left out, and what it names is looked at here."""
-    document = models()[file]
-    assert set(document["serve"]["keep"]) <= set(document["loads"])
-    if "serve" not in ServiceConfig.model_fields:
-        document.pop("serve")
-    config = ls.config_from_dict(document)
+    config = ls.config_from_dict(models()[file])
     assert set(config.loads) == {"target", "draft"}
 
 
@@ -227,16 +218,14 @@ def test_the_service_has_no_more_rights_than_it_needs() -> None:
 
 def test_the_memory_that_the_examples_count_is_admitted() -> None:
     """By the rule of admission itself: beside what is kept and what the process has, the reserve stays free."""
-    figures = r"(\d+) GiB kept.*?(\d+) GiB staging\.capacity_bytes, (\d+) GiB for"
-    counted = re.search(figures, KUBERNETES.read_text(), re.DOTALL)
+    counted = re.search(r"(\d+) GiB kept.*?(\d+) GiB for the process", KUBERNETES.read_text(), re.DOTALL)
     assert counted is not None
-    kept, staging, process = (int(figure) * GIB for figure in counted.groups())
-    assert staging == ServiceConfig.model_fields["staging"].annotation.model_fields["capacity_bytes"].default  # type: ignore[union-attr]
+    kept, process = (int(figure) * GIB for figure in counted.groups())
     resources = sidecar()["resources"]
     assert resources["requests"] == resources["limits"]
     assert engine()["resources"]["requests"] == engine()["resources"]["limits"]
     limit = parse_size(resources["limits"]["memory"] + "B")
-    free = limit - staging - process
+    free = limit - process
     assert kept <= free - reserve_of(Room("cgroup", limit, free), "auto") < kept + GIB
     loader = compose()["services"]["loader"]
     assert int(loader["mem_limit"]) == int(loader["memswap_limit"]) == limit

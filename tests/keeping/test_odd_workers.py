@@ -122,6 +122,24 @@ async def test_a_worker_that_dies_in_a_load_is_told_of(small: Checkpoint) -> Non
         assert (lost, status.failed_total) == ({"open": "LostWorker"}, 1)
 
 
+async def test_a_worker_that_dies_in_more_loads_than_are_remembered_is_counted_whole(
+    small: Checkpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loader_service.keeping.reception._MOST_LOADS", 2)
+    config = config_of(small, serve={"keep": ["target"]})
+    async with ls.ResidentService(config, "solo") as service:
+        await service.fill()
+        with knocking(config) as connection:
+            await asyncio.to_thread(greet, connection)
+            for name in "abc":
+                connection.send(news(load=name))
+            await until(lambda: {load.load for load in service.status().worker_loads} == {"b", "c"})
+        await until(lambda: service.status().workers == 0)
+        status = service.status()
+        assert (status.failed_total, all(load.failure for load in status.worker_loads)) == (3, True)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 async def test_a_service_is_opened_and_filled_once(small: Checkpoint) -> None:
     service = ls.ResidentService(config_of(small, serve={"keep": ["target"]}), "solo")
     with pytest.raises(ls.StateError, match="not open"):
