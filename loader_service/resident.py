@@ -16,7 +16,7 @@ from loader_service.agreement.group import GroupChoice
 from loader_service.bridge import ServiceLoop, uninterrupted
 from loader_service.config.schema import ServiceConfig
 from loader_service.engine import Engine
-from loader_service.errors import ConfigError, LoaderError, StateError
+from loader_service.errors import ConfigError, LoaderError, StateError, text_of
 from loader_service.keeper import KeepRun, Purpose, session_name
 from loader_service.keeping import wire
 from loader_service.keeping.content import HeadersRead, KeptMemory, Ranges
@@ -225,6 +225,9 @@ class ResidentService:
             )
             try:
                 new = await run.run()
+            except BaseException as error:
+                run.status = replace(run.status, reason=text_of(error))
+                raise
             finally:
                 self._loads[load] = run.status
             self._kept += new
@@ -262,20 +265,24 @@ class ResidentService:
 
     async def _close(self, error: BaseException | None) -> None:
         self._ready = False
+        engine = self._engine
         try:
             if self._reception is not None:
                 await self._reception.close()
-                await self._opened.in_thread(self._unlink, what="removing the socket")
+            if engine is not None:
+                await engine.after_the_rest(self._give_back, within_s=self.config.agreement.grace_s)
+        finally:
             if self._beating is not None:
                 self._beating.cancel()
-            for kept in self._kept:
-                kept.memory.close()
-        finally:
-            if self._engine is not None:
-                await uninterrupted(self._engine.close(error))
+            if engine is not None:
+                await uninterrupted(engine.close(error))
 
-    def _unlink(self) -> None:
-        wire.unlink(wire.address_of(self.config, self._number))
+    def _give_back(self) -> None:
+        """The socket's file, and what is kept: hundreds of GiB take the system seconds."""
+        if self._reception is not None:
+            wire.unlink(wire.address_of(self.config, self._number))
+        for kept in self._kept:
+            kept.memory.close()
 
 
 def _in_words(load: ServedLoad) -> str:

@@ -115,6 +115,7 @@ async def test_a_service_that_fails_fails_all_and_none_gets_ready(small: Checkpo
                 status = service.status()
                 assert not status.ready
                 assert [load.state for load in status.loads] == ["failed"]
+                assert "00002" in status.loads[0].reason
 
     first, second = errors(await all_of(seats, serve))
     assert (type(first), type(second)) == (ls.RankFailure, ls.ReadError)
