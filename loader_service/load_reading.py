@@ -236,7 +236,9 @@ class LoadReading:
     def policies(self) -> dict[str, PolicyOutcome]:
         found: dict[str, PolicyOutcome] = {}
         if self._resources is not None:
-            found["access"] = self._sharing.access_outcome(self._resources.ranges.outcome)
+            done = self._resources.ranges.outcome
+            read_nothing = self._in_memory is not None and self._in_memory.everything
+            found["access"] = done if read_nothing else self._sharing.access_outcome(done)
         found["sharing"] = self._sharing.outcome
         if self._engine.attachment is not None:
             found["service"] = self._engine.attachment.outcome

@@ -193,6 +193,8 @@ class ResidentService:
             self.config, self._group, None, storage=self._storage, ranks=self._ranks, headers=self._headers
         )
         await engine.start()
+        if not self.config.serve.keep:
+            log.warning("serve.keep names no load: nothing is kept, files are only brought into the page cache")
         self._place = engine.group.rank, engine.group.world_size
         self._ranks = engine.ranks
         if engine.group.world_size > engine.ranks:

@@ -31,6 +31,7 @@ from loader_service.cli.options import (
 from loader_service.cli.output import PROGRAM, print_document
 from loader_service.errors import EXIT_OK, ConfigError
 from loader_service.sizes import size_option
+from loader_service.version import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,21 @@ app = typer.Typer(
         "tensors that differ; 4 ranks disagree or another rank failed; 5 reading failed; 6 memory; 130 interrupted."
     ),
 )
+
+
+def _print_version(asked_for: bool) -> None:
+    if asked_for:
+        typer.echo(f"{PROGRAM} {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _any_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Takes what is no command's own."""
 
 
 @app.command("inspect")

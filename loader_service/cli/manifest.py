@@ -47,9 +47,8 @@ def make_manifest(paths: Sequence[str], out: Path | None, *, ignore_index: bool,
     compared = check_blobs(catalog, manifest)
     if out is None:
         print_text(dump(manifest.as_dict()))
-        log.info(
-            "%d of %d files have their SHA-256 in the name of a blob, and all are right", compared, len(catalog.shards)
-        )
+        if compared:
+            log.info("%d of %d files are named by their SHA-256, and all are right", compared, len(catalog.shards))
         return EXIT_OK
     write_text(out, dump(manifest.as_dict()) + "\n", option=_OUT)
     _tell(out, manifest, compared, seconds, as_json=as_json)

@@ -242,7 +242,7 @@ _OF_WHAT = {
     "access": "streamed tensors",
     "sharing": "streamed tensors",
     "drop_page_cache": "streamed tensors",
-    "service": "what it keeps",
+    "service": "what a service keeps",
     "threads": "all reads",
     "pin": "staging memory",
 }

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from loader_service.cli import app
 from loader_service.cli.output import prepare_streams
+from loader_service.version import VERSION
 from tests.cli.support import ROOT, Fault, payload_fault, write_config, write_small_checkpoint
 from tests.support.shards import pattern_bytes, write_index, write_shard
 
@@ -39,6 +40,16 @@ def config(tmp_path: Path, checkpoint: Path) -> Path:
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_tells_its_version(capsys: Capture) -> None:
+    assert app.run(["--version"]) == 0
+    assert capsys.readouterr() == (f"loader-service {VERSION}\n", "")
+
+
+def test_a_manifest_tells_of_blobs_only_where_there_are_some(checkpoint: Path, capsys: Capture) -> None:
+    assert app.run(["manifest", str(checkpoint)]) == 0
+    assert "SHA-256" not in capsys.readouterr().err
 
 
 def said(err: str) -> list[str]:

@@ -30,7 +30,7 @@ TABLE_SHARD = "model-00002-of-00005.safetensors"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the documents assume it: the demo's checkpoint and configuration, one for one rank, two manifests."""
+    """A folder as the documents assume it: the demo's checkpoint and configuration, and one for one rank."""
     folder = tmp_path_factory.mktemp("documents")
     make_demo_checkpoint(folder / ".demo/checkpoint", total_bytes=CHECKPOINT_BYTES)
     (folder / ".demo/demo.yaml").write_text((ROOT / "loader_service/cli/demo.yaml").read_text())
@@ -38,8 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.yaml").write_text(yaml.safe_dump({"checkpoint": {"path": "checkpoint"}, "loads": LOADS}))
     for path, text in written_files("README.md").items():
         (folder / path).write_text(text)
-    for name in ("before.json", "after.json"):
-        assert run(["load", str(folder / "model.yaml"), "--load", "draft", "--manifest", str(folder / name)]) == 0
     return folder
 
 

@@ -17,9 +17,10 @@ from tools.docs.wording import MADE, either, table
 
 INTRODUCTION = f"""# Command line reference
 
-`{PROGRAM} COMMAND ...`, or `python -m loader_service COMMAND ...`; several ranks of `load` and `bench` with
-`torchrun --nproc-per-node N -m loader_service ...`. What commands print, and what to do at each exit code:
-[operations.md](../operations.md). `{PROGRAM} COMMAND --help` says the same as this page.
+`{PROGRAM} COMMAND ...`, or `python -m loader_service COMMAND ...`; several ranks of `load`, `bench` and
+`serve` with `torchrun --nproc-per-node N -m loader_service ...`. What commands print, and what to do at each exit code:
+[operations.md](../operations.md). `{PROGRAM} COMMAND --help` says the same as this page, and
+`{PROGRAM} --version` which version it is.
 """
 
 
