@@ -377,8 +377,10 @@ def left():
 
 atexit.register(left)  # before the loader's own, and so called after them
 import loader_service as ls
+from loader_service.integrations import weight_stream
 from loader_service.integrations.weights import ConsumableWeights
 
+weight_stream._EXIT_S = 60
 weights = ConsumableWeights(ls.load_config(sys.argv[1]), "target", "solo")
 weights[next(iter(weights))]
 """
