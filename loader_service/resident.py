@@ -236,7 +236,7 @@ class ResidentService:
             streamed, kept_tables = run.kept_on_node
             for had, new_ranges in ((0, streamed), (0, kept_tables), (1, kept_tables)):
                 _note(self._had[had], new_ranges)
-            log.info("load '%s': %s", load, _in_words(run.status))
+            log.info("load '%s': %s", load, _in_words(run.status), extra={"load": load})
         await self._open_reception()
 
     async def _on_met(self, number: int, services: int) -> None:
@@ -244,7 +244,8 @@ class ResidentService:
         if self._reception is None:
             address = wire.address_of(self.config, number)
             listening = await self._opened.in_thread(lambda: wire.listen(address), what="opening a socket for workers")
-            self._reception = Reception(listening, services, self._progress)
+            with logs.working_on(logs.Subject(None, *self._place)):  # it outlives the load that is being kept
+                self._reception = Reception(listening, services, self._progress)
 
     def _progress(self) -> str:
         done = sum(load.read_bytes for load in self._loads.values())

@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias
 
-from loader_service.agreement import exits
+from loader_service import exits
 from loader_service.agreement.carriers import ends_log
 from loader_service.agreement.codec import encode_entry
 from loader_service.agreement.messages import Entry, Failure, bye_key, entry_key, status_key

@@ -27,7 +27,7 @@ from loader_service.cli.output import print_document
 from loader_service.cli.plans import plan_of
 from loader_service.cli.rank_process import Meeting, RankProcess, refused
 from loader_service.cli.signals import interruptions
-from loader_service.config.schema import AgreementConfig, ServiceConfig, check_world_size
+from loader_service.config.schema import ServiceConfig, check_world_size
 from loader_service.config.yaml_file import config_from_dict
 from loader_service.errors import ConfigError, LoadCancelledError, LoaderError
 from loader_service.measuring.conditions import cached_share, condition_memory
@@ -106,6 +106,7 @@ class _BenchProcess(RankProcess[Load]):
         self._load_name = load
         self._most_bytes = most_bytes
         self._others: Literal["gather", "load", "hear"] = "gather"  # what they wait in; or they hear of it anyway
+        self._met = False  # whether all ranks have come once
         self._files: list[str] = []
         self._payload_bytes = 0
         self._stop = threading.Event()
@@ -123,7 +124,9 @@ class _BenchProcess(RankProcess[Load]):
 
     async def _tell_waiting(self, error: BaseException) -> None:
         if self._others == "gather":
-            await ranks.fail_reports(self._place, error, self._waiting, on_final=self._note_final)
+            await ranks.fail_reports(
+                self._place, error, self._settings, waits_s=self._waits_s, on_final=self._note_final
+            )
         elif self._others == "load":
 
             async def note(verdict: LoaderError | None) -> None:
@@ -230,17 +233,24 @@ class _BenchProcess(RankProcess[Load]):
     # The other ranks
 
     @property
-    def _waiting(self) -> AgreementConfig:
-        """Others may be at work for long before they come: at their limits, in two rounds one behind the other."""
-        limits_s = 2 * len(LABELS) * WITHIN_S
-        return self._settings.model_copy(update={"timeout_s": max(self._settings.start_timeout_s, limits_s)})
+    def _waits_s(self) -> float:
+        """Others may be at work for long before they come: at their limits, in two rounds one behind the other. Not
+        before all have met: one that never comes is missed as soon as by a load."""
+        limits_s = 2 * len(LABELS) * WITHIN_S if self._met else 0.0
+        return max(self._settings.start_timeout_s, limits_s)
 
     async def _meet(self, own: dict[str, object], *, last: bool = False) -> list[dict[str, object]]:
         """Every rank's document, once all are here. After the `last` meeting nobody waits for this rank any more."""
         found = await ranks.gather(
-            self._place, own, self._waiting, on_begin=self._note_meeting, on_final=self._note_final
+            self._place,
+            own,
+            self._settings,
+            waits_s=self._waits_s,
+            on_begin=self._note_meeting,
+            on_final=self._note_final,
         )
         self._others = "hear" if last else "gather"
+        self._met = True
         return found
 
     def _note_meeting(self) -> None:

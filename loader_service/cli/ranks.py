@@ -101,6 +101,7 @@ async def gather(
     settings: AgreementConfig,
     *,
     phase: Phase | None = None,
+    waits_s: float | None = None,
     on_begin: Callable[[], None] = lambda: None,
     on_final: Callable[[LoaderError], None] | None = None,
 ) -> list[dict[str, object]]:
@@ -108,13 +109,14 @@ async def gather(
 
     A document travels in parts, one a phase; one too large for that comes without its longest lists, and says so. A
     rank that has no document must `fail_reports`. Raises RankFailure where another rank did so, or does not bring its
-    document within `agreement.timeout_s`. `on_begin` is called when the others hear of whatever happens from then on,
-    `on_final` with a common verdict that it has failed, before anything is cleaned up.
+    document within `agreement.timeout_s`, or does not come within `waits_s`, if given. `on_begin` is called when the
+    others hear of whatever happens from then on, `on_final` with a common verdict that it has failed, before anything
+    is cleaned up.
     """
     if place.meeting is None:
         on_begin()
         return [dict(own)]
-    group, session = _reports_session(place.meeting, settings, phase, on_final)
+    group, session = _reports_session(place.meeting, settings, phase, waits_s, on_final)
     on_begin()
     try:
         part_chars = part_limit(place.world_size)
@@ -141,6 +143,7 @@ async def fail_reports(
     settings: AgreementConfig,
     *,
     phase: Phase | None = None,
+    waits_s: float | None = None,
     on_final: Callable[[LoaderError], None] | None = None,
 ) -> None:
     """In place of `gather`, where a rank has an error and no document: tells the others, who would wait for it.
@@ -149,7 +152,7 @@ async def fail_reports(
     """
     if place.meeting is None:
         return
-    group, session = _reports_session(place.meeting, settings, phase, on_final)
+    group, session = _reports_session(place.meeting, settings, phase, waits_s, on_final)
 
     async def tell() -> None:
         try:
@@ -165,10 +168,11 @@ def _reports_session(
     meeting: Rendezvous,
     settings: AgreementConfig,
     phase: Phase | None,
+    waits_s: float | None,
     on_final: Callable[[LoaderError], None] | None,
 ) -> tuple[Group, Session]:
     """An exchange of its own, in the load's store."""
-    bounded = settings.model_copy(update={"start_timeout_s": settings.timeout_s})
+    bounded = settings.model_copy(update={"start_timeout_s": waits_s or settings.timeout_s})
     group = join_group(replace(meeting, nonce=meeting.nonce + REPORTS_SUFFIX), settings=bounded)
     session = group.session(REPORTS)
     if on_final is not None:

@@ -143,7 +143,7 @@ class _ServeProcess(RankProcess[ResidentService]):
         for load in self._service.status().loads:
             if load.state == "reading":
                 done, wanted = format_size(load.read_bytes), format_size(load.wanted_bytes)
-                log.info("load '%s': %s of %s read", load.load, done, wanted)
+                log.info("load '%s': %s of %s read", load.load, done, wanted, extra={"load": load.load})
 
     def _interrupted(self, number: signal.Signals, work: asyncio.Task[None]) -> None:
         """Once it is ready, a signal is how a service ends."""

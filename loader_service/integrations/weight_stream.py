@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import bisect
 import contextlib
 import itertools
+import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeAlias
 
@@ -22,6 +25,8 @@ Check: TypeAlias = Callable[[Load, int], None]
 # holds what it does not take. Each time that it then takes a tensor it waits half as long for the next.
 LOOK_S = 0.5
 LEAST_LOOK_S = 0.005
+
+_EXIT_S = 5.0  # as long as a service may take to end
 
 
 class WeightStream:
@@ -52,14 +57,17 @@ class WeightStream:
         self._leaving = False
         self._body_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=f"loader-weights-{name}", daemon=True)
+        self._process = os.getpid()
 
     # For any thread
 
     def start(self) -> None:
         """Returns once the load is open. Raises what opening it, or the check, raised."""
+        _started.add(self)
         try:
             self._thread.start()
         except RuntimeError as error:
+            _started.discard(self)
             raise MemoryLimitError(f"load '{self._name}': its thread could not be started ({error})") from error
         with self._changed:
             self._changed.wait_for(lambda: self.load is not None or self.over)
@@ -78,6 +86,9 @@ class WeightStream:
                     return self._held[name]
                 if self._leaving or self.over:
                     raise StateError(f"load '{self._name}' was left before '{name}' had come")
+                if self._process != os.getpid():
+                    why = "the load was opened before a fork and has no thread here: open one in each process"
+                    raise StateError(f"load '{self._name}': '{name}' had not come: {why}")
                 self._wanted.add(name)
                 self._post(self._asked.set)
                 self._changed.wait()
@@ -126,8 +137,8 @@ class WeightStream:
         the garbage collector may call it anywhere."""
         self._post(lambda: self._stop(error))
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, within_s: float | None = None) -> None:
+        self._thread.join(within_s)
 
     def _post(self, callback: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -160,6 +171,7 @@ class WeightStream:
                 self.over = True
                 self._changed.notify_all()
             _dropped.discard(self)
+            _started.discard(self)
 
     async def _run(self) -> None:
         self._task = asyncio.current_task()
@@ -255,3 +267,20 @@ def join_dropped() -> None:
     """Waits for the end of those: one load of a group comes after the other."""
     for stream in list(_dropped):
         stream.join()
+
+
+_started: set[WeightStream] = set()
+"""Streams until they are over."""
+
+
+def _end_all() -> None:
+    """At the end of the process, before the interpreter is taken down: threads that load beside that crash it."""
+    streams = list(_started)
+    for stream in streams:
+        stream.leave(None)
+    until_s = time.monotonic() + _EXIT_S
+    for stream in streams:
+        stream.join(max(0.0, until_s - time.monotonic()))
+
+
+atexit.register(_end_all)

@@ -104,6 +104,7 @@ class ConsumableWeights(Weights):
         join_dropped()
         self._stream = WeightStream(LoaderService(config, group, coords, storage=storage, attach=attach), load, check)
         self._dropping = weakref.finalize(self, drop, self._stream)
+        self._dropping.atexit = False  # streams end before the process does, and are waited for
         try:
             self._stream.start()
         except BaseException:  # also an interrupt, while it is still opening

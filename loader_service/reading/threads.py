@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar, TypeVarTuple, cast
 
-from loader_service import logs
+from loader_service import exits, logs
 from loader_service.errors import ConfigError, MemoryLimitError, StateError, clear_frames
 from loader_service.reading.forked import starts_anew_in_children
 from loader_service.reading.priority import stand_back
@@ -116,6 +116,7 @@ class ReadPool:
         self._stopping: Future[None] | None = None
         self._begin()
         starts_anew_in_children(self)
+        exits.end_at_exit(self)
 
     def _begin(self) -> None:
         # Entered by `with self._lock`, never through the condition: an interrupt there would leave the lock held.
@@ -169,6 +170,8 @@ class ReadPool:
         with self._lock:
             if self._stopping is not None:
                 raise StateError("the reading threads were stopped; no more work is taken", path=path)
+            if not self._target:
+                raise StateError("the process ends; no more work is taken", path=path)
             self._queue[job.future] = job
             try:
                 self._start_missing()
@@ -217,6 +220,13 @@ class ReadPool:
             self._target = threads
             self._start_missing()
             self._work.notify_all()
+
+    def let_end(self) -> tuple[threading.Thread, ...]:
+        """See `exits`. What is queued stays there: to cancel it would set others to work."""
+        with self._lock:
+            self._target = 0
+            self._work.notify_all()
+            return tuple(self._workers)
 
     def stop(self) -> Future[None]:
         """Cancels what is queued, takes nothing more; the future is done when the last running work has returned.

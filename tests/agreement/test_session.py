@@ -16,7 +16,7 @@ from typing import cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from loader_service.agreement import exits
+from loader_service import exits
 from loader_service.agreement.carriers import Carrier
 from loader_service.agreement.group import join_group
 from loader_service.agreement.memory_carrier import MemoryBoard

@@ -366,6 +366,18 @@ def test_two_ranks_are_measured_and_rank_0_alone_prints(tmp_path: Path, checkpoi
 
 
 @pytest.mark.processes
+def test_a_rank_that_never_comes_is_missed_as_soon_as_by_a_load(tmp_path: Path, checkpoint: Path) -> None:
+    impatient = {"agreement": {"timeout_s": 1, "start_timeout_s": 1, "grace_s": 0.2}}
+    config = write_config(tmp_path / "c.yaml", checkpoint, ranks=2, **QUICK | impatient)
+    args = ["bench", str(config), "--load", "all", *SMALL, "--json"]
+    first, second = start_ranks([args, args], tmp_path)
+    second.send_signal(signal.SIGKILL)
+    ended = first.end()
+    assert (ended.code, ended.document["error"], ended.document["rank"]) == (4, "LateRank", 1), ended.err
+    second.end()
+
+
+@pytest.mark.processes
 def test_a_configuration_that_is_wrong_on_one_rank_ends_the_other(tmp_path: Path, checkpoint: Path) -> None:
     config = write_config(tmp_path / "c.yaml", checkpoint, ranks=2, **QUICK)
     args = ["bench", str(config), *SMALL, "--json", "--load"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import loader_service as ls
 from loader_service.integrations.splits import refuse_splits
@@ -363,3 +367,55 @@ def test_an_error_of_the_body_fails_the_load_on_all_ranks(layers: Checkpoint) ->
     told, notes = (outcome.get() for outcome in outcomes)
     assert "the engine's own" in told
     assert "verdict of all ranks" in notes
+
+
+_HALF_TAKEN = """
+import atexit, sys, threading
+
+def left():
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("loader-weights")])
+
+atexit.register(left)  # before the loader's own, and so called after them
+import loader_service as ls
+from loader_service.integrations import weight_stream
+from loader_service.integrations.weights import ConsumableWeights
+
+weight_stream._EXIT_S = 60
+weights = ConsumableWeights(ls.load_config(sys.argv[1]), "target", "solo")
+weights[next(iter(weights))]
+"""
+
+
+def test_a_process_that_ends_with_weights_half_taken_ends_their_load_before_the_interpreter(
+    layers: Checkpoint, tmp_path: Path
+) -> None:
+    """Its thread would be at work while the interpreter is taken down, which crashes now and then."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"checkpoint": {"path": str(layers.folder)}, "loads": {"target": {}}, **SMALL}))
+    command = [sys.executable, "-c", _HALF_TAKEN, str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def _asks_in_a_child(rank: Rank, config: ls.ServiceConfig) -> str:
+    with ConsumableWeights(config, "target", "solo") as weights:
+        first, *_, last = weights
+        weights[first]
+        ours, theirs = os.pipe()
+        if os.fork() == 0:
+            try:
+                weights[last]
+            except ls.StateError as error:
+                os.write(theirs, str(error).encode())
+            os._exit(0)
+        os.close(theirs)
+        with open(ours) as told:
+            text = told.read()
+        os.wait()
+        weights[last]
+        return text
+
+
+def test_a_forked_child_hears_that_nothing_comes_there(layers: Checkpoint) -> None:
+    (outcome,) = run_ranks(_asks_in_a_child, 1, layers.config(**SMALL))
+    assert "was opened before a fork" in outcome.get()

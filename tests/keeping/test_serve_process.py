@@ -89,7 +89,7 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 def test_ranks_beside_it_read_nothing_and_it_ends_without_a_trace(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = write_config(tmp_path, checkpoint)
-    with served(tmp_path, config, "--http", "127.0.0.1:0") as (service, document):
+    with served(tmp_path, config, "--http", "127.0.0.1:0", "--log-format", "json") as (service, document):
         assert (document["ready"], document["socket"]) == (True, str(tmp_path / "s"))
         assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
         for rank in load_on_two_ranks(config, tmp_path):
@@ -103,6 +103,11 @@ def test_ranks_beside_it_read_nothing_and_it_ends_without_a_trace(checkpoint: Ch
         end = ended(service, signal.SIGTERM)
     assert end.code == 0, end.err
     assert not (tmp_path / "s").exists()
+    records = [json.loads(line) for line in end.err.splitlines()]
+    of_workers = [record for record in records if record["message"].startswith("worker")]
+    assert len(of_workers) == 4, records
+    assert {(record.get("load"), record.get("phase"), record["rank"]) for record in of_workers} == {(None, None, 0)}
+    assert [record["load"] for record in records if "kept" in record["message"]] == ["target"]
 
 
 def test_one_that_was_killed_is_done_without_and_a_new_one_takes_its_place(

@@ -435,3 +435,35 @@ def test_threads_work_where_a_sandbox_refuses_priorities(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "setpriority", refused)
     assert pool.submit(lambda: 7).result(PATIENCE_S) == 7
+
+
+_ENDS = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if "loader" in thread.name]))
+from loader_service import exits
+from loader_service.errors import StateError
+from loader_service.reading.threads import ReadPool
+
+def ask_again():
+    try:
+        pool.submit(print, "never")
+    except StateError as error:
+        print(error)
+
+atexit.unregister(exits.let_threads_end)
+atexit.register(ask_again)
+exits._WAIT_S = 60
+atexit.register(exits.let_threads_end)
+pool, began, ends = ReadPool(1), threading.Event(), threading.Event()
+pool.submit(lambda: (began.set(), ends.wait()))
+pool.submit(print, "never")
+began.wait()
+atexit.register(ends.set)
+"""
+
+
+def test_a_process_ends_once_threads_have_done_what_they_were_at() -> None:
+    """One that comes back from torch while the interpreter is taken down aborts the process."""
+    done = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "the process ends; no more work is taken\n[]\n"
