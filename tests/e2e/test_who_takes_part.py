@@ -83,10 +83,11 @@ def test_a_process_of_several_that_nobody_connected_is_refused_at_once(folder: P
 SPARE_DESCRIPTORS = 12
 
 
-def descriptors_once_threads_have_let_go(most: int) -> int:
-    """How many this process has, at most `most` if that comes to be: a store's connections end with its threads."""
+def once_few(count: Callable[[], int], most: int) -> int:
+    """How many there are, at most `most` if that comes to be: threads that speak to a store end a moment after their
+    service, and its connections with them."""
     deadline_s = time.monotonic() + 10
-    while (found := len(os.listdir("/proc/self/fd"))) > most and time.monotonic() < deadline_s:
+    while (found := count()) > most and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return found
 
@@ -108,8 +109,9 @@ def load_thirty_times(rank: Rank, folder: str, kind: str) -> list[int]:
             assert names_loaded(config, group) == share(rank.rank, 2)
         if number in (9, 29):
             dist.barrier()
-            most = counts[0] + SPARE_DESCRIPTORS if counts else sys.maxsize
-            counts += [descriptors_once_threads_have_let_go(most), threading.active_count()]
+            descriptors, threads = (counts[0] + SPARE_DESCRIPTORS, counts[1]) if counts else (sys.maxsize, sys.maxsize)
+            counts.append(once_few(lambda: len(os.listdir("/proc/self/fd")), descriptors))
+            counts.append(once_few(threading.active_count, threads))
             counts.append(store.num_keys() if rank.rank == 0 else 0)
             dist.barrier()
     dist.destroy_process_group()
