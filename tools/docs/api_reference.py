@@ -138,7 +138,7 @@ def _members(cls: type) -> Iterator[str]:
     found: dict[str, object] = {}
     for owner in owners:
         if owner.__module__.split(".")[0] == ls.__name__:
-            found |= vars(owner)
+            found |= dict(sorted(vars(owner).items(), key=lambda item: _line(item[1])))
     wanted = MEMBERS.get(cls.__name__, tuple(found))
     for name in sorted((name for name in found if name in wanted), key=wanted.index):
         value = found[name]
@@ -150,6 +150,13 @@ def _members(cls: type) -> Iterator[str]:
         if not text:
             raise ValueError(f"{cls.__name__}.{name} has no docstring, and the reference has it")
         yield f"- **`{_member(name, value, of)}`** {text}"
+
+
+def _line(value: object) -> int:
+    """Where a member is defined in its file: a class's own order changes when a member is taken away and put back."""
+    of = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    of = of.func if isinstance(of, functools.cached_property) else inspect.unwrap(of) if callable(of) else of
+    return of.__code__.co_firstlineno if isinstance(of, FunctionType) else 0
 
 
 def _member(name: str, value: object, function: FunctionType) -> str:
