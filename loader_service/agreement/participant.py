@@ -27,6 +27,7 @@ from loader_service.agreement.messages import (
 from loader_service.agreement.protocol import (
     LEADER,
     SAME_VERSION_HINT,
+    STORE_GONE,
     SUSPECT_S,
     Collect,
     Collected,
@@ -185,7 +186,7 @@ class Participant:
             limit_s = self._limits.start_timeout_s + self._limits.suspect_s
         text = f"no answer for {limit_s:g} s; is its host alive, and reachable from here?"
         if self._carrier.host_rank in self._dead:  # a child of its process may hold the connections open
-            limit_s, text = min(limit_s, self._limits.suspect_s), "no answer, and the process that served it has ended"
+            limit_s, text = min(limit_s, self._limits.suspect_s), STORE_GONE
         if stalled_s > limit_s:
             self.receive(Lost(text, met=self._connected, may_hear=True))
         if self.leader is not None:

@@ -21,6 +21,7 @@ CHOICE_WINDOW_S = 0.75  # within the second that an explicit failure may take to
 
 LEADER = 0
 SAME_VERSION_HINT = "do all ranks run the same version of the loader?"
+STORE_GONE = "the process that serves it has ended, or cannot be reached from here"
 NO_ARRIVAL_HINT = "start it, or see that it can reach the others (GLOO_SOCKET_IFNAME, MASTER_ADDR, firewall)"
 
 
@@ -95,11 +96,12 @@ class Statuses:
 class Lost:
     """The carrier has failed for good: no message goes out or comes in any more.
 
-    `reason` is what all ranks say that lose it in one way, `detail` what only this one sees; `met`: it has worked once.
+    `reason` is what all ranks say that lose it in one way, whether connections break or stay silent; `detail` what only
+    this one sees; `met`: it has worked once.
     `own` is this rank's failure where it is the only one in trouble. `may_hear`: others may still be told.
     """
 
-    reason: str
+    reason: str = STORE_GONE
     detail: str = ""
     met: bool = True
     own: Failure | None = None

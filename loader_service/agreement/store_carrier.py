@@ -227,8 +227,7 @@ class StoreCarrier:
         if self._store_lives():
             text = f"its connection to the store ({self.where}) broke, although the store lives: {detail}"
             return Lost(text, own=Failure("died", FailureRecord("LostStore", text)), may_hear=True)
-        reason = f"the connection broke ({type(error).__name__}); is its host alive, and reachable from here?"
-        return Lost(reason, detail=detail)
+        return Lost(detail=detail)
 
     def _store_lives(self) -> bool:
         """Whether the spare connection still answers, where this rank has one."""

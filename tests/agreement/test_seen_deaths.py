@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loader_service.agreement.messages import PHASES, Failure, Phase, PhaseRecord
-from loader_service.agreement.protocol import Urge
+from loader_service.agreement.protocol import STORE_GONE, Urge
 from loader_service.errors import FailureRecord
 from tests.agreement.invariants import check
 from tests.agreement.simulation import LIMITS, SimulatedRank, World
@@ -170,7 +170,7 @@ def test_who_ends_in_order_before_others_have_heard_of_the_success_is_not_dead()
 def test_a_host_whose_child_keeps_the_connections_open_is_given_up_soon_by_who_saw_its_end() -> None:
     world = run(0, Phase.READ, {1, 2, 3}, hosted=True, child_lives=True)
     assert world.cause().kind == "died"
-    text = "lost the store (in memory) and rank 0 with it: no answer, and the process that served it has ended"
+    text = f"lost the store (in memory) and rank 0 with it: {STORE_GONE}"
     assert world.cause().record.message == text
     assert LIMITS.suspect_s <= known_after_s(world) < LIMITS.suspect_s + 3 * LIMITS.heartbeat_s
 

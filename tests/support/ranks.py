@@ -33,6 +33,7 @@ from typing import Any
 
 from loader_service.errors import FailureRecord, LoaderError
 
+_given_ports: set[int] = set()
 _CHILD_ENDS_AFTER_S = 300  # a child that a test process which died itself could not kill
 
 PRELOAD = [
@@ -134,12 +135,18 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones: all are held until the last is found."""
+    """Different ones, and none that was given before: tests meet under them in one store, where a group that was killed
+    leaves its count of sessions behind."""
+    found: list[int] = []
     with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
+        while len(found) < count:
+            probe = held.enter_context(socket.socket())
             probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+            port = probe.getsockname()[1]
+            if port not in _given_ports:
+                found.append(port)
+        _given_ports.update(found)
+    return found
 
 
 def context() -> ForkServerContext:
@@ -254,8 +261,17 @@ def _run_ranks(
             pipe.close()
     if late:
         stacks = "\n".join(f"rank {rank} after {outcomes[rank].marks}:\n{_stack(folder, rank)}" for rank in late)
-        raise AssertionError(f"ranks {late} did not end within {timeout_s:g} s\n{stacks}")
+        ended = "\n".join(_told(outcome) for outcome in outcomes if outcome.rank not in late)
+        raise AssertionError(f"ranks {late} did not end within {timeout_s:g} s\n{ended}\n{stacks}")
     return outcomes
+
+
+def _told(outcome: Outcome) -> str:
+    """How a rank has ended that others may have waited for in vain."""
+    error = outcome.error
+    how = f"with {outcome.exitcode}" if error is None else f"by {error.name}: {error.message}"
+    said = "\n".join(["", *outcome.stderr.splitlines()[-20:]]) if error is None and outcome.exitcode else ""
+    return f"rank {outcome.rank} ended {how}, after {outcome.marks}{said}"
 
 
 def _stack(folder: str, rank: int) -> str:
