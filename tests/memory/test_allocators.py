@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,27 @@ def is_resident(address: int) -> bool:
     found = ctypes.c_ubyte()
     page = ctypes.c_void_p(address // PAGE_BYTES * PAGE_BYTES)
     return ctypes.CDLL(None).mincore(page, ctypes.c_size_t(PAGE_BYTES), ctypes.byref(found)) == 0 and bool(found.value)
+
+
+_MARK = os.urandom(8)
+
+
+def mark(*addresses: int) -> tuple[int, ...]:
+    """Marks the end of each address's page, so that `still_there` knows this memory from what is mapped there later:
+    freed addresses are soon others'."""
+    for address in addresses:
+        ctypes.memmove(_end_of_page(address), _MARK, len(_MARK))
+    return addresses
+
+
+def still_there(addresses: Sequence[int]) -> list[bool]:
+    return [
+        is_mapped(address) and ctypes.string_at(_end_of_page(address), len(_MARK)) == _MARK for address in addresses
+    ]
+
+
+def _end_of_page(address: int) -> int:
+    return (address // PAGE_BYTES + 1) * PAGE_BYTES - len(_MARK)
 
 
 def mappings() -> int:
@@ -130,9 +152,10 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     addresses = [buffer.address for buffer in buffers]
     for buffer in buffers:
         buffer.tensor.fill_(1)
+    mark(*addresses)
     buffers.clear()
     del buffer
-    assert [address for address in addresses if is_mapped(address)] == []
+    assert still_there(addresses) == [False] * 4
 
 
 def test_neither_address_space_nor_a_larger_mapping_is_left_by_aligning() -> None:
@@ -164,9 +187,10 @@ def test_the_memory_goes_back_even_if_what_comes_before_fails(monkeypatch: pytes
         raise ValueError
 
     buffer.before_unmap(fail)
+    marked = mark(address)
     del buffer
     assert caught == [ValueError]
-    assert not is_mapped(address)
+    assert still_there(marked) == [False]
 
 
 def test_a_buffer_is_no_reference_cycle() -> None:
@@ -245,14 +269,14 @@ def test_buffers_of_a_region_lie_apart_and_are_given_back_one_by_one() -> None:
     for number, buffer in enumerate(buffers):
         assert bytes(buffer.memoryview) == bytes([number + 1]) * buffer.nbytes, "no two share a byte"
     addresses = [buffer.address for buffer in buffers]
-    ctypes.memset(addresses[2], 1, 1)  # an empty buffer has a page, too
+    mark(*addresses)  # an empty buffer has a page, too
     kept = buffers.pop(3).memoryview
     buffers.clear()
     del buffer
     assert [is_resident(address) for address in addresses] == [False, False, False, True, False]
     assert bytes(kept) == bytes([4]) * 5
     del kept, region
-    assert [is_mapped(address) for address in addresses] == [False] * 5
+    assert still_there(addresses) == [False] * 5
 
 
 def test_buffers_that_are_kept_of_many_leave_their_region_one_mapping() -> None:
@@ -275,11 +299,11 @@ def test_memory_that_the_kernel_takes_back_only_with_its_addresses_goes_so(monke
     monkeypatch.setattr(allocators, "_advice_that_gives_back", lambda address: None)
     region = HostRegion(8 * MIB)
     first, second = region.allocate([MIB, MIB])
-    behind, addresses = second.address + MIB, [first.address, second.address]
+    marked = mark(first.address, second.address, second.address + MIB)
     del first
-    assert [is_mapped(address) for address in (*addresses, behind)] == [False, True, True]
+    assert still_there(marked) == [False, True, True]
     del region
-    assert [is_mapped(address) for address in (*addresses, behind)] == [False, True, False]
+    assert still_there(marked) == [False, True, False]
 
 
 _MANY_MAPPINGS = """
@@ -341,15 +365,15 @@ def test_what_no_buffer_has_taken_goes_with_the_region_and_the_buffers_stay() ->
     """It has memory where all that is mapped gets some at once (mlockall)."""
     region = HostRegion(64 * MIB)
     [buffer] = region.allocate([3 * MIB])
-    behind = buffer.address + 3 * MIB
-    ctypes.memset(behind, 1, 1)
+    [behind] = mark(buffer.address + 3 * MIB)
     assert is_resident(behind)
     buffer.memoryview[:] = b"x" * buffer.nbytes
     del region
-    assert not is_mapped(behind)
+    assert still_there([behind]) == [False]
     assert bytes(buffer.memoryview) == b"x" * buffer.nbytes
+    mark(address := buffer.address)
     del buffer
-    assert not is_mapped(behind)
+    assert still_there([address]) == [False]
 
 
 def test_a_region_takes_no_more_addresses_than_it_must_where_they_are_limited() -> None:
