@@ -7,7 +7,7 @@ SHELL := bash
 # To choose another interpreter, folder or number of test workers: make test PYTHON=python3.12 WORKERS=4
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 3
+WORKERS ?= 4
 # Passed on by `demo`, `test` and `bench`: make test ARGS='tests/planning -n 0 -v', make demo ARGS=--json
 ARGS ?=
 

@@ -129,9 +129,11 @@ class Browser:
         return [entry["message"] for entry in self._post("se/log", {"type": "browser"})]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for, since the page is shown or since the last call."""
+        """The addresses that were asked for, since the page is shown or since the last call; not by the browser's own
+        first page, which may still be at it."""
         entries = [json.loads(entry["message"])["message"] for entry in self._post("se/log", {"type": "performance"})]
-        return [each["params"]["request"]["url"] for each in entries if each["method"] == "Network.requestWillBeSent"]
+        sent = [each["params"] for each in entries if each["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome://")]
 
     def screenshot(self, path: Path) -> None:
         """All of the page, as wide as the window."""
