@@ -235,7 +235,7 @@ def _run_ranks(
     for rank in range(world_size):
         ours, theirs = ctx.Pipe(duplex=False)
         process = ctx.Process(
-            target=_main, args=(fn, rank, world_size, address, theirs, timeout_s, folder, enter, args), daemon=True
+            target=_main, args=(fn, rank, world_size, address, theirs, folder, enter, args), daemon=True
         )
         process.start()
         theirs.close()
@@ -247,6 +247,8 @@ def _run_ranks(
         if on_start is not None:
             on_start(pids)
         late = watch.run(time.monotonic() + timeout_s)
+        for rank in late:
+            _say_where(processes[rank])
     finally:
         for process in processes:
             if process.is_alive():
@@ -261,17 +263,24 @@ def _run_ranks(
             pipe.close()
     if late:
         stacks = "\n".join(f"rank {rank} after {outcomes[rank].marks}:\n{_stack(folder, rank)}" for rank in late)
-        ended = "\n".join(_told(outcome) for outcome in outcomes if outcome.rank not in late)
+        ended = "\n".join(_told(outcome, folder) for outcome in outcomes if outcome.rank not in late)
         raise AssertionError(f"ranks {late} did not end within {timeout_s:g} s\n{ended}\n{stacks}")
     return outcomes
 
 
-def _told(outcome: Outcome) -> str:
+def _told(outcome: Outcome, folder: str) -> str:
     """How a rank has ended that others may have waited for in vain."""
     error = outcome.error
     how = f"with {outcome.exitcode}" if error is None else f"by {error.name}: {error.message}"
-    said = "\n".join(["", *outcome.stderr.splitlines()[-20:]]) if error is None and outcome.exitcode else ""
-    return f"rank {outcome.rank} ended {how}, after {outcome.marks}{said}"
+    said = [*outcome.stderr.splitlines()[-20:], _stack(folder, outcome.rank)] if outcome.exitcode else []
+    return "\n".join([f"rank {outcome.rank} ended {how}, after {outcome.marks}", *said])
+
+
+def _say_where(process: ForkServerProcess) -> None:
+    """Ends a process with the stacks of its threads in its file."""
+    if process.is_alive():
+        os.kill(process.pid or 0, signal.SIGABRT)
+        process.join(5)
 
 
 def _stack(folder: str, rank: int) -> str:
@@ -346,7 +355,6 @@ def _main(
     world_size: int,
     address: str,
     pipe: Connection,
-    timeout_s: float,
     folder: str,
     enter: Callable[[int], None] | None,
     args: tuple[Any, ...],
@@ -359,7 +367,7 @@ def _main(
     with open(os.path.join(folder, f"{rank}.stderr"), "w") as stderr:
         os.dup2(stderr.fileno(), 2)
     stacks = open(os.path.join(folder, f"{rank}.stack"), "w")  # noqa: SIM115 - open as long as the process
-    faulthandler.dump_traceback_later(max(0.5, timeout_s - 2.0), file=stacks, exit=False)
+    faulthandler.enable(stacks)  # also for what ends it from within
     # Ranks of tests share a few cores; a thread pool of torch's in each would only wait for them.
     os.environ["OMP_NUM_THREADS"] = "1"
     # A store's server asks for each peer's name; a name server that loses a packet would stop all ranks for 5 s.
@@ -372,7 +380,6 @@ def _main(
         error = _describe(caught)
     pipe.send(("result", value, error, time.monotonic()))
     pipe.close()
-    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
 
 
