@@ -185,7 +185,8 @@ def test_neither_a_long_lived_store_nor_its_ranks_grow_with_loads(agent: Agent, 
     outcomes = run_ranks(load_many_times, RANKS, str(checkpoint.folder), agent.address, 3, LOADS, FAILURES)
     for outcome in outcomes:
         _, first, second = outcome.get()
-        assert first[1:] == second[1:]
+        # A thread that has ended may be counted a moment longer.
+        assert all(after <= before for before, after in zip(first[1:], second[1:], strict=True)), (first, second)
         assert outcome.rank != 0 or first.keys == second.keys
 
 
