@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 
@@ -176,3 +177,36 @@ def test_a_text_that_stands_twice_is_found_wherever_it_stands(monkeypatch: pytes
     monkeypatch.setattr(slices, "hash", lambda text: 7, raising=False)  # texts that differ and have one hash
     assert not any_twice([["a"], ["b"]])
     assert any_twice([["a"], ["b", "a"]])
+
+
+class Turns:
+    """A clock on which each look takes 3 ms, and how often somebody has slept."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept = 0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.003
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds < 0.001
+        self.slept += 1
+
+
+def test_others_have_turns_between_slices_but_no_loop_is_held_up_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+    monkeypatch.setattr(slices, "time", turns)
+    numbers = list(range(9 * AT_ONCE))
+
+    def go_through() -> int:
+        return sum(len(some) for some in slices_of(numbers))
+
+    async def on_a_loop() -> int:
+        return go_through()
+
+    assert go_through() == len(numbers)
+    assert turns.slept == 4, "after every second slice"
+    assert asyncio.run(on_a_loop()) == len(numbers)
+    assert turns.slept == 4
