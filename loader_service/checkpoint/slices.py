@@ -4,7 +4,6 @@ loop stands still: looking through 1,000,000 names in one call takes 30 to 400 m
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +34,12 @@ _PADDING_BYTES: Final = 4096
 
 
 def slices_of(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The items, so many at once. A list that is short enough is handed over as it is. Others run between slices: this
-    sleeps for a moment every few milliseconds, but not on a thread that runs a loop."""
+    """The items, so many at once. A list that is short enough is handed over as it is.
+
+    Between slices others have their turn, for which this sleeps a moment every few milliseconds. To let the interpreter
+    lock go for microseconds, as numpy does in each of many calls, is worse than not at all: who is woken each time, and
+    finds it taken again, never asks for it in earnest. A loop was seen to wait for 180 ms, until the last slice.
+    """
     if len(items) <= AT_ONCE:
         yield items
         return
@@ -44,18 +47,8 @@ def slices_of(items: Sequence[T]) -> Iterator[Sequence[T]]:
     for at in range(0, len(items), AT_ONCE):
         yield items[at : at + AT_ONCE]
         if time.perf_counter() - since_s > _TURN_S:
-            _give_way()
+            time.sleep(_MOMENT_S)
             since_s = time.perf_counter()
-
-
-def _give_way() -> None:
-    """Lets another thread have the interpreter lock that waits for it. Letting it go for microseconds, as numpy does in
-    each of many calls, is worse than not at all: who is woken each time, and finds it taken again, never asks for it in
-    earnest. A loop was seen to wait for 180 ms, until the last slice was done."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        time.sleep(_MOMENT_S)
 
 
 def numbers_of(ids: npt.NDArray[np.integer]) -> Iterator[int]:
