@@ -20,9 +20,8 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # connection stands still for the resolver's time limit: five seconds unless it is told otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-if (
-    len(os.sched_getaffinity(0)) == 1
-):  # tests count on two reads at once from the page cache, for which one stands still
+# Tests let one read from the page cache stand still and count on another one beside it.
+if len(os.sched_getaffinity(0)) == 1:
     os.sched_getaffinity = lambda _: {0, 1}
 
 _THREAD_PREFIX = "loader-"
