@@ -29,7 +29,7 @@ from tests.tables.making import (
     rules,
     shares,
 )
-from tests.tables.standing import stand_at
+from tests.tables.standing import STANDS, stand_at
 
 pytestmark = pytest.mark.processes
 
@@ -119,7 +119,7 @@ def kill_at(checkpoint: Checkpoint, ranks: int, cases: Sequence[Case]) -> None:
     given = [(address, plain(checkpoint), *case) for case in cases]
     for case, outcomes in zip(cases, run_teams(fill_until, ranks, given, on_mark=kill, timeout_s=90), strict=True):
         who = case[1]
-        assert outcomes[who].exitcode == -signal.SIGKILL, case
+        assert (outcomes[who].exitcode, outcomes[who].marks) == (-signal.SIGKILL, (STANDS,)), case
         for outcome in outcomes:
             if outcome.rank != who:
                 error, cause, rank, *left = outcome.get()
