@@ -30,7 +30,8 @@ LOOK_EVERY_S = 0.25
 
 class Collective(Generic[T]):
     """One such call on its rank; runs on the service's loop. Subclasses say in `_act` what is done, in `_let_go` what
-    of it is given back after a failure, and keep in `_readings` what reading threads are at."""
+    of it is given back after a failure, in `_leave` what ends with the session, and keep in `_readings` what reading
+    threads are at."""
 
     def __init__(self, engine: Engine, load: str, what: str) -> None:
         self._engine = engine
@@ -48,6 +49,9 @@ class Collective(Generic[T]):
 
     async def _let_go(self) -> None:
         """After a failure; nothing reads any more."""
+
+    async def _leave(self) -> None:
+        """After the session was closed, whatever came of it; also a second time."""
 
     def _forget(self) -> None:
         """Afterwards, whatever came of it: nothing here may keep memory that is to end with its tensor."""
@@ -76,6 +80,7 @@ class Collective(Generic[T]):
             session.on_final(self._final_arrived)
             done = await self._act(session, Opening(engine, self._load, session, []))
             await session.close()
+            await self._leave()
         except BaseException as error:
             self._task = None  # this rank's own FAIL brings a verdict, too
             await uninterrupted(self._fail(error))
@@ -131,5 +136,6 @@ class Collective(Generic[T]):
         self._failed = True
         self.attach_verdict(error)
         await self._let_go()
-        with contextlib.suppress(Exception):
-            await session.close()
+        for leaving in (session.close, self._leave):
+            with contextlib.suppress(Exception):
+                await leaving()

@@ -30,8 +30,10 @@ class Neighbours:
     From then on `mesh` carries messages between them, and a rank whose process ends is named to all ranks at once.
     """
 
-    def __init__(self, engine: Engine, session: Session, on_failure: Callable[[LoaderError], None]) -> None:
-        """`on_failure` gets what goes wrong here with a message of another rank."""
+    def __init__(
+        self, engine: Engine, session: Session, on_failure: Callable[[LoaderError], None] | None = None
+    ) -> None:
+        """`on_failure` gets what goes wrong here with a message of another rank; it is logged in any case."""
         self._on_failure = on_failure
         self._engine = engine
         self._session = session

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -18,10 +17,9 @@ import torch
 
 from loader_service import logs
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord, Verdict
-from loader_service.agreement.node import MEET_WAIT_S, Card, Door, NodeGroup, memory_device
-from loader_service.agreement.protocol import SUSPECT_S
+from loader_service.agreement.node_connect import groups
 from loader_service.agreement.session import Session
-from loader_service.collective import FINAL, LOOK_EVERY_S, Collective
+from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
 from loader_service.errors import ConfigError, LoaderError, MemoryLimitError
 from loader_service.memory.admission import Supply, refusal
@@ -29,6 +27,7 @@ from loader_service.memory.allocators import PAGE_BYTES, HostBuffer, allocate_ho
 from loader_service.memory.pinning import PinPolicy
 from loader_service.memory.shared import SharedMemory
 from loader_service.memory.tensors import empty_tensor, tensor_view, torch_dtype
+from loader_service.neighbours import Neighbours
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.planning.rules import Layout
@@ -36,10 +35,13 @@ from loader_service.planning.tables import Rows, TablePart, filled_by, shares
 from loader_service.reading.file_range import FileRange
 from loader_service.report import PolicyOutcome
 from loader_service.rows import RowReader
+from loader_service.sharing.handing import shared_memory
 from loader_service.sizes import format_size
 from loader_service.sources import held_alone
 
 log = logs.logger("loader_service.tables")
+
+_INSTEAD = "give the table layout per_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +67,34 @@ class TableRun(Collective[HostTable]):
     def __init__(self, engine: Engine, load: str, name: str) -> None:
         super().__init__(engine, load, f"host table '{name}'")
         self._name = name
-        self._door: Door | None = None
-        self._group: NodeGroup | None = None
+        self._others: Neighbours | None = None
         self._memory: SharedMemory | None = None
         # Not in frames, which an exception that somebody keeps would keep, and the memory with them.
         self._buffer: HostBuffer | None = None
         self._kept: HostBuffer | None = None  # by a resident service
 
     async def _act(self, session: Session, opening: Opening) -> HostTable:
+        others = self._others = Neighbours(self._engine, session)
         async with self._engine.entering:
-            met = await self._meet_ranks(opening)
+            met = await opening.config(table=self._name, card=await others.card())
         async with self._turn(session):
-            return await self._fill(session, opening, met)
+            await others.meet(met.listed)
+            return await self._fill(session, opening, others, met)
 
     def _forget(self) -> None:
         self._buffer = self._kept = None  # else the memory would end with the next garbage collection, not its tensor
 
-    async def _let_go(self) -> None:
-        await self._close_node()
+    def _final_arrived(self, verdict: Verdict) -> None:
+        super()._final_arrived(verdict)
+        if self._others is not None:
+            self._others.stop()
 
-    async def _meet_ranks(self, opening: Opening) -> Verdict:
-        card = await self._engine.in_thread(self._open_door, what="opening a socket for this node")
-        return await opening.config(table=self._name, card=card.as_json())
+    async def _let_go(self) -> None:
+        await self._close_memory()
+
+    async def _leave(self) -> None:
+        if self._others is not None:
+            await self._others.close()
 
     @contextlib.asynccontextmanager
     async def _turn(self, session: Session) -> AsyncIterator[None]:
@@ -106,9 +114,8 @@ class TableRun(Collective[HostTable]):
         finally:
             self._engine.table_turn.release()
 
-    async def _fill(self, session: Session, opening: Opening, met: Verdict) -> HostTable:
+    async def _fill(self, session: Session, opening: Opening, others: Neighbours, met: Verdict) -> HostTable:
         engine = self._engine
-        cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(met.facts)]
         self._come_to(Phase.CATALOG)
         catalog = await opening.catalog()
         self._come_to(Phase.PLAN)
@@ -116,9 +123,8 @@ class TableRun(Collective[HostTable]):
         pin = PinPolicy(engine.config.staging.pin, engine.pinner, f"host table '{self._name}'")
         part = plan.table(self._name, engine.group.rank)
         if part is not None and part.layout == "shared":
-            await engine.in_thread(lambda: self._meet(cards), what="meeting the other ranks of this node")
             await engine.in_thread(lambda: self._look_for(plan, part), what="mapping what the service keeps")
-        agreed = await opening.agree_on_plan(plan, told=None if part is None else await self._supply())
+        agreed = await opening.agree_on_plan(plan, told=await self._supply(others.connected))
         self._come_to(Phase.OPEN)
         if part is None:
             raise self._no_table()
@@ -127,9 +133,10 @@ class TableRun(Collective[HostTable]):
         if all(facts["kept"] for facts in agreed.facts):
             self._buffer = self._kept
         else:
-            ranges = await self._allocate(session, plan, part, self._admit(plan, agreed.facts))
+            sharing = self._admit(plan, agreed.facts)
+            ranges = await self._allocate(session, plan, part, sharing)
         await session.exchange(Phase.OPEN, PhaseRecord())
-        await self._close_node()
+        await self._close_memory()
         self._come_to(Phase.READ)
         may_drop = part.layout == "per_rank" and held_alone(plan, part, engine.group.rank)
         reader = engine.row_reader(RowReader, may_drop=may_drop)
@@ -157,61 +164,52 @@ class TableRun(Collective[HostTable]):
             tensor=self._name,
         )
 
-    # What threads make is kept here by themselves, and so is closed: nobody may wait for them any more.
-
-    def _open_door(self) -> Card:
-        self._door = Door(self._engine.group.rank, self._engine.node, memory_device())
-        return self._door.card
-
-    def _meet(self, cards: Sequence[Card]) -> None:
-        assert self._door is not None
-        wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
-        self._group = self._door.meet(cards, self._stopped.is_set, wait_s)
-
     def _look_for(self, plan: LoadPlan, part: TablePart) -> None:
         """Where a resident service of this node keeps the whole table, it need not be filled."""
         view = self._engine.attachment.view() if self._engine.attachment is not None else None
         if view is not None:
             self._kept = view.table(part, plan.catalog.shards[part.shard_id])
 
-    async def _supply(self) -> JSON:
-        """What all ranks must know of this one to admit the table: whose memory it uses, and what is free to it; or
-        that it has the table already, as is the case on all of them or does not count."""
+    async def _supply(self, connected: Sequence[int]) -> JSON:
+        """What all ranks must know of this one to admit the table: with whom it can share memory, and what is free to
+        it; or that it has the table already, as is the case on all of them or does not count."""
         engine = self._engine
         rooms = await engine.in_thread(engine.memory_rooms, what="how much memory is free")
         supply = Supply(engine.group.rank, engine.node, rooms, engine.config.memory.reserve_bytes)
-        host = engine.group.rank if self._group is None else self._group.host
-        return {"host": host, "supply": cast(JSON, supply.as_json()), "kept": self._kept is not None}
+        told = {"connected": list(connected), "supply": supply.as_json(), "kept": self._kept is not None}
+        return cast(JSON, told)
 
-    def _admit(self, plan: LoadPlan, told: Sequence[Mapping[str, object]]) -> list[int]:
-        """Each rank's host. Raises MemoryLimitError, on every rank, if any rank's memory cannot be had.
+    def _admit(self, plan: LoadPlan, told: Sequence[Mapping[str, object]]) -> Sequence[int]:
+        """The ranks, this one among them, that can share memory. Raises MemoryLimitError, on every rank, if any rank's
+        memory cannot be had.
 
         A rank takes the memory of what it fills, of a shared table too: its own control groups are charged with that.
         """
-        hosts = [cast(int, facts["host"]) for facts in told]
+        sharing = groups([cast("Sequence[int]", facts["connected"]) for facts in told])
+        hosts = {rank: group[0] for group in sharing for rank in group}
         supplies = [Supply.from_json(rank, facts["supply"]) for rank, facts in enumerate(told)]
         parts = [part for rank in range(len(told)) if (part := plan.table(self._name, rank)) is not None]
-        filled = filled_by(parts, hosts)
+        filled = filled_by(parts, [hosts[rank] for rank in range(len(told))])
         wanted_bytes = [sum(stop - start for start, stop in rows) * parts[0].row_bytes for rows in filled]
         problem = refusal(supplies, wanted_bytes)
         if problem is not None:
             raise MemoryLimitError(f"host table '{self._name}': {problem}", tensor=self._name)
-        return hosts
+        return next(group for group in sharing if self._engine.group.rank in group)
 
     # Memory
 
     async def _allocate(
-        self, session: Session, plan: LoadPlan, part: TablePart, hosts: Sequence[int]
+        self, session: Session, plan: LoadPlan, part: TablePart, ranks: Sequence[int]
     ) -> tuple[Rows, ...]:
-        """Gets the table's memory. Returns the rows that this rank reads into it."""
+        """Gets the table's memory; `ranks` are those that share it. Returns the rows that this rank reads into it."""
         if part.layout == "per_rank":
             self._buffer = _own_memory(part)
             return (part.rows,)
-        engine, own = self._engine, self._engine.group.rank
-        ranks = [rank for rank, host in enumerate(hosts) if host == hosts[own]]
+        engine = self._engine
         parts = {rank: plan.table(self._name, rank) for rank in ranks}
-        rows = shares(part.shape[0], {rank: other.rows for rank, other in parts.items() if other is not None})[own]
-        memory = await self._shared_memory(session, part, [rank for rank in ranks if rank != own])
+        holders = {rank: other.rows for rank, other in parts.items() if other is not None}
+        rows = shares(part.shape[0], holders)[engine.group.rank]
+        self._memory = memory = await self._shared_memory(_lead(part) + part.nbytes, ranks)
         lead = _lead(part)
 
         def reserve() -> None:
@@ -229,33 +227,13 @@ class TableRun(Collective[HostTable]):
         )
         return rows
 
-    async def _shared_memory(self, session: Session, part: TablePart, others: Sequence[int]) -> SharedMemory:
-        """The segment of this node: made by the host and handed to the others."""
-        group, nbytes = self._group, _lead(part) + part.nbytes
-        assert group is not None
-
-        def obtain() -> None:
-            if group.host == self._engine.group.rank:
-                self._memory = SharedMemory.create(nbytes)
-                group.hand_over(self._memory.descriptor, others)
-            elif (descriptor := group.receive(self._stopped.is_set)) is not None:
-                self._memory = SharedMemory.received(descriptor, nbytes)
-
-        try:
-            await self._engine.in_thread(obtain, what=f"allocating shared table '{self._name}'")
-        except LoaderError as error:
-            if type(error) is LoaderError:  # the other end has gone
-                await self._until_named(session, str(error))
-            raise
-        if self._memory is None:  # FINAL came meanwhile, and cancels this task
-            raise asyncio.CancelledError(FINAL)
-        return self._memory
-
-    async def _until_named(self, session: Session, seen: str) -> None:
-        """A rank that has gone is named by the ranks' verdict, which cancels this task. Not waited for without end."""
-        for second in range(math.ceil(self._engine.config.agreement.timeout_s + SUSPECT_S)):
-            session.report_progress(f"{seen}, {second} s ago")
-            await asyncio.sleep(1)
+    async def _shared_memory(self, nbytes: int, ranks: Sequence[int]) -> SharedMemory:
+        assert self._others is not None
+        mesh, config = self._others.mesh, self._engine.config
+        if mesh is None:  # one rank
+            return SharedMemory.create(nbytes)
+        within_s = config.reads.stuck_after_s + config.agreement.timeout_s  # who is silent so long is named before
+        return await shared_memory(mesh, ranks, nbytes, within_s, _INSTEAD)
 
     # Reading
 
@@ -294,16 +272,12 @@ class TableRun(Collective[HostTable]):
 
     # Leaving
 
-    async def _close_node(self) -> None:
-        """Nothing of the handing over is needed any more: the mapping keeps the memory. Whatever a thread is at comes
-        to its end before, so that it does not use a descriptor that is another's by then."""
-
-        def close() -> None:
-            for owned in (self._door, self._group, self._memory):
-                if owned is not None:
-                    owned.close()
-
-        await self._engine.after_the_rest(close, within_s=self._engine.config.agreement.grace_s)
+    async def _close_memory(self) -> None:
+        """The mapping keeps it. Whatever a thread is at comes to its end before, so that it does not use a descriptor
+        that is another's by then."""
+        if self._memory is not None:
+            grace_s = self._engine.config.agreement.grace_s
+            await self._engine.after_the_rest(self._memory.close, within_s=grace_s)
 
 
 def _own_memory(part: TablePart) -> HostBuffer:

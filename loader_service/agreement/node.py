@@ -1,15 +1,14 @@
-"""Ranks of one node that can share memory: how they find each other, and how one hands memory to the others.
+"""Ranks of one node that can share memory: what each tells of itself, and the door at which the others knock.
 
 Ranks exchange cards through the store (with the configuration's records). Those with the same kernel, /dev/shm, network
-namespace and user are candidates; which of them truly reach each other is tried: each connects to the lowest one over
-an abstract Unix socket. Such a socket has no file, so no crash leaves anything behind; who connects must be the same
-user and show the token of its card.
+namespace and user are candidates; which of them truly reach each other is tried, over abstract Unix sockets (see
+`node_connect`). Such a socket has no file, so no crash leaves anything behind; who connects must be the same user and
+show the token of its card.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from loader_service.agreement.messages import JSON
-from loader_service.errors import OUT_OF_FILES, LoaderError, MemoryLimitError
+from loader_service.errors import LoaderError
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - nothing is put there
 NETWORK: Final = Path("/proc/self/ns/net")
@@ -113,8 +112,8 @@ def has_ended(process: str) -> bool:
 
 
 class Door:
-    """This rank's listening socket, open from before its card is shown until the ranks have met: for one `meet`, or for
-    one `node_connect.connect`, which needs `own_process` to see ends. Raises LoaderError where no socket can be had."""
+    """This rank's listening socket, open from before its card is shown until the ranks have met, in
+    `node_connect.connect`. Raises LoaderError where no socket can be had."""
 
     def __init__(self, rank: int, node: str, memory: str, process: str = "") -> None:
         token = secrets.token_hex(16) if memory and hasattr(socket, "SO_PEERCRED") else ""
@@ -130,129 +129,9 @@ class Door:
                     self.close()
                     raise
 
-    def meet(self, cards: Sequence[Card], stopped: Stopped, wait_s: float = MEET_WAIT_S) -> NodeGroup:
-        """Connects this rank with those that it can share memory with. Blocks, at most `wait_s`.
-
-        A rank that reaches nobody is a group of its own; `stopped` ends the waiting early. The host's list is right
-        once all ranks have told whom they reached.
-        """
-        candidates = [card for card in cards if card.may_share(self.card)] or [self.card]
-        host = min(candidates, key=lambda card: card.rank)
-        deadline_s = time.monotonic() + wait_s
-        if host.rank == self.card.rank:
-            others = {card.rank: card.token for card in candidates if card.rank != host.rank}
-            return NodeGroup(host.rank, self._welcome(others, deadline_s, stopped))
-        connection = self._knock(host, deadline_s, stopped)
-        if connection is None:
-            return NodeGroup(self.card.rank, {})
-        return NodeGroup(host.rank, {host.rank: connection})
-
     def close(self) -> None:
         if self.listening is not None:
             self.listening.close()
-
-    def _welcome(self, tokens: dict[int, str], deadline_s: float, stopped: Stopped) -> dict[int, socket.socket]:
-        found: dict[int, socket.socket] = {}
-        visitors: list[socket.socket] = []  # who have not told yet who they are: nobody waits for a single one of them
-        try:
-            while self.listening is not None and len(found) < len(tokens) and not stopped():
-                arrived = readable((self.listening, *visitors), deadline_s)
-                if not arrived and time.monotonic() >= deadline_s:
-                    break
-                for connection in arrived:
-                    if connection is self.listening:
-                        with sockets():
-                            visitors.append(connection.accept()[0])
-                        continue
-                    visitors.remove(connection)
-                    rank = visitor_of(connection, tokens)
-                    if rank is None or rank in found:
-                        connection.close()
-                        continue
-                    found[rank] = connection
-                    with contextlib.suppress(OSError):
-                        connection.send(WELCOME)
-        except BaseException:
-            for connection in found.values():
-                connection.close()
-            raise
-        finally:
-            for connection in visitors:
-                connection.close()
-        return found
-
-    def _knock(self, host: Card, deadline_s: float, stopped: Stopped) -> socket.socket | None:
-        with sockets():
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(address_of(host.token))
-            if peer(connection)[1] == os.geteuid():
-                connection.send(knock(self.card))
-                while not stopped() and time.monotonic() < deadline_s:
-                    if readable((connection,), deadline_s):
-                        if connection.recv(MOST_BYTES) == WELCOME:
-                            return connection
-                        break
-        except OSError:  # another network namespace: nobody listens under that name here
-            pass
-        connection.close()
-        return None
-
-
-class NodeGroup:
-    """The ranks that this one shares memory with, by way of the lowest, the `host`. Owns the connections."""
-
-    def __init__(self, host: int, connections: dict[int, socket.socket]) -> None:
-        self.host = host
-        self._connections = connections
-
-    def hand_over(self, descriptor: int, ranks: Sequence[int]) -> None:
-        """The host gives its group a descriptor. Raises LoaderError for a rank that said it is here and is not."""
-        for rank in ranks:
-            connection = self._connections.get(rank)
-            try:
-                if connection is None:
-                    raise ConnectionError("it is not connected")
-                socket.send_fds(connection, [b"memory"], [descriptor])
-            except OSError as error:
-                raise LoaderError(f"shared memory could not be handed to rank {rank} on this node: {error}") from error
-
-    def receive(self, stopped: Stopped) -> int | None:
-        """The descriptor that the host hands over; None if `stopped` before. Blocks. LoaderError if it is gone,
-        MemoryLimitError if the descriptor was lost on the way."""
-        (connection,) = self._connections.values()
-        while not stopped():
-            if not readable((connection,), time.monotonic() + _LOOK_EVERY_S):
-                continue
-            try:
-                data, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 1)
-            except OSError as error:
-                raise self._host_is_gone() from error
-            if not data:
-                raise self._host_is_gone()
-            if descriptors:
-                # It came inheritable (`recv_fds` drops the flag against that): programs started here would keep it.
-                os.set_inheritable(descriptors[0], False)
-                return descriptors[0]
-            raise lost_on_the_way(self.host)
-        return None
-
-    def close(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
-
-    def _host_is_gone(self) -> LoaderError:
-        return LoaderError(f"rank {self.host} has left before it handed over the memory that this node shares")
-
-
-def lost_on_the_way(host: int) -> MemoryLimitError:
-    """What a rank raises whom `host` has handed memory, and for which the kernel found no descriptor here."""
-    return MemoryLimitError(
-        f"the memory that rank {host} hands to the ranks of this node did not arrive, since this process may open no "
-        f"more files: {OUT_OF_FILES[errno.EMFILE]}",
-        errno=errno.EMFILE,
-    )
 
 
 @contextlib.contextmanager

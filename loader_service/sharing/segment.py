@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from loader_service.agreement.node import lost_on_the_way
 from loader_service.agreement.node_mesh import Mesh
-from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitError
+from loader_service.errors import LoadCancelledError
 from loader_service.memory.allocators import HostBuffer
 from loader_service.memory.shared import SharedMemory
+from loader_service.sharing.handing import shared_memory
 
 T = TypeVar("T")
 
-CHANNEL: Final = 1  # of the mesh
-_HANDED: Final = b"segment"
+_INSTEAD: Final = "set reads.sharing to page_cache or none"
 
 
 class InThread(Protocol):
@@ -58,56 +55,10 @@ async def obtain(
     fails or dies, this waits until it is cancelled.
     """
     place, nbytes = ranks.index(mesh.rank), sum(counts) * slot_bytes
-    if place == 0:
-        shared = SharedMemory.create(nbytes)
-        _hand_over(mesh, ranks[1:], shared)
-    else:
-        shared = SharedMemory.received(await _handed_over(mesh, ranks[0], within_s), nbytes)
+    shared = await shared_memory(mesh, ranks, nbytes, within_s, _INSTEAD)
     start = sum(counts[:place]) * slot_bytes
     memory = await _map(shared, start, start + counts[place] * slot_bytes, in_thread)
     return Segment(memory, tuple(ranks), tuple(counts), slot_bytes)
-
-
-def _hand_over(mesh: Mesh, ranks: Sequence[int], shared: SharedMemory) -> None:
-    try:
-        for rank in ranks:  # one that is gone is found out by its death
-            mesh.send(rank, CHANNEL, _HANDED, shared.descriptor)
-    except BaseException as error:
-        shared.close()
-        if isinstance(error, OSError):
-            raise MemoryLimitError(
-                f"memory that ranks of this node share could not be handed over ({error.strerror}): raise the limit of "
-                "open files (ulimit -n), or set reads.sharing to page_cache or none",
-                errno=error.errno,
-            ) from error
-        raise
-
-
-async def _handed_over(mesh: Mesh, host: int, within_s: float) -> int:
-    handed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def take(rank: int, data: bytes, descriptor: int | None) -> None:
-        expected = rank == host and data == _HANDED and not handed.done()
-        if expected and descriptor is not None:
-            handed.set_result(descriptor)
-        elif expected:
-            handed.set_exception(lost_on_the_way(host))
-        elif descriptor is not None:
-            os.close(descriptor)
-
-    mesh.listen(CHANNEL, take)
-    try:
-        async with asyncio.timeout(within_s):
-            return await handed
-    except BaseException as error:
-        if handed.done() and not handed.cancelled() and handed.exception() is None:
-            os.close(handed.result())
-        if isinstance(error, TimeoutError):
-            text = f"rank {host} has not handed over the memory that ranks of this node share for {within_s:g} s"
-            raise LoaderError(f"{text}: set reads.sharing to page_cache or none") from None
-        raise
-    finally:
-        mesh.ignore(CHANNEL)
 
 
 async def _map(memory: SharedMemory, start: int, stop: int, in_thread: InThread) -> HostBuffer:

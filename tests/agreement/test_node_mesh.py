@@ -433,22 +433,30 @@ def connected_to(address: str) -> socket.socket:
     return connection
 
 
-STRANGERS: dict[str, list[bytes]] = {
-    "silent": [],
-    "garbage": [b"\xff\x00{"],
-    "a wrong token": [json.dumps({"rank": 1, "token": "0" * 32}).encode()],
-    "an unknown rank": [json.dumps({"rank": 9, "token": ""}).encode()],
-    "a lower rank": [json.dumps({"rank": 0, "token": ""}).encode()],
-    "long": [b"x" * 20_000],
+STRANGERS: dict[str, object] = {
+    "garbage": b"\xff\x00{",
+    "no object": [1, 2],
+    "a number": 7,
+    "no token": {"rank": 1},
+    "a wrong token": {"rank": 1, "token": "0" * 32},
+    "an empty token": {"rank": 1, "token": ""},
+    "an unknown rank": {"rank": 9, "token": ""},
+    "a rank that is none": {"rank": "1", "token": "x"},
+    "a lower rank": {"rank": 0, "token": ""},
+    "a list for a rank": {"rank": [1], "token": {}},
+    "a truth value": {"rank": True, "token": ""},
+    "odd letters": {"rank": 1, "token": "\u00fc"},
+    "deep": b"[" * 4000,
+    "long": b"x" * 20_000,
 }
 
 
-@pytest.mark.parametrize("name", [*STRANGERS, "gone"])
+@pytest.mark.parametrize("name", [*STRANGERS, "silent", "gone"])
 def test_a_stranger_at_the_door_is_not_let_in_and_keeps_nobody_waiting(name: str) -> None:
     opened = doors(2)
     stranger = connected_to(address_of(opened[0].card.token))
-    for word in STRANGERS.get(name, []):
-        stranger.send(word)
+    if (word := STRANGERS.get(name)) is not None:
+        stranger.send(word if isinstance(word, bytes) else json.dumps(word).encode())
     if name == "gone":
         stranger.close()
     found = meshes(opened, wait_s=10 * PATIENCE_S)

@@ -17,7 +17,8 @@ from loader_service.errors import LoadCancelledError, LoaderError, MemoryLimitEr
 from loader_service.memory import shared
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, allocate_host
 from loader_service.memory.shared import SharedMemory
-from loader_service.sharing.segment import CHANNEL, InThread, Segment, obtain
+from loader_service.sharing.handing import CHANNEL
+from loader_service.sharing.segment import InThread, Segment, obtain
 from tests.reading.making import PATIENCE_S
 from tests.sharing.staging import SLOT_BYTES, connected
 from tests.support.descriptors import no_descriptor_is_free
@@ -136,7 +137,7 @@ async def test_who_gives_up_before_memory_is_handed_over_leaves_nothing() -> Non
 async def test_what_comes_from_another_than_the_lowest_rank_is_not_taken() -> None:
     async with meshes(3) as ranks:
         other = SharedMemory.create(3 * SLOT_BYTES)
-        ranks[2].send(1, CHANNEL, b"segment", other.descriptor)
+        ranks[2].send(1, CHANNEL, b"memory", other.descriptor)
         ranks[0].send(1, CHANNEL, b"without a descriptor")
         other.close()
         found = await asyncio.gather(*(obtain(mesh, [0, 1], [1, 1], SLOT_BYTES, in_thread) for mesh in ranks[:2]))
@@ -148,7 +149,7 @@ async def test_what_comes_from_another_than_the_lowest_rank_is_not_taken() -> No
 async def test_memory_that_is_too_small_is_refused() -> None:
     async with meshes(2) as ranks:
         small = SharedMemory.create(SLOT_BYTES)
-        ranks[0].send(1, CHANNEL, b"segment", small.descriptor)
+        ranks[0].send(1, CHANNEL, b"memory", small.descriptor)
         small.close()
         with pytest.raises(MemoryLimitError):
             await obtain(ranks[1], [0, 1], [1, 1], SLOT_BYTES, in_thread)

@@ -206,18 +206,18 @@ def has_no_memory(place: Place) -> Iterator[None]:
 
 
 @contextmanager
-def cannot_allocate(place: Place) -> Iterator[None]:
+def has_no_memory_left(step: str, place: Place) -> Iterator[None]:
     """All have agreed, and then the memory is gone."""
-    allocate, own = TableRun._allocate, place.engine
+    obtain, own = getattr(TableRun, step), place.engine
 
     async def refused(run: TableRun, *args: Any) -> Any:
         if run._engine is own:
             raise ls.MemoryLimitError("no memory is left")
-        return await allocate(run, *args)
+        return await obtain(run, *args)
 
-    TableRun._allocate = refused  # type: ignore[method-assign, assignment]
+    setattr(TableRun, step, refused)
     yield
-    TableRun._allocate = allocate  # type: ignore[method-assign]
+    setattr(TableRun, step, obtain)
 
 
 @contextmanager
@@ -244,7 +244,8 @@ def cannot_pin(reason: str | None, place: Place) -> Iterator[None]:
     place.pinner.reason = place.pinner.refuse_from = None
 
 
-SHARED_WORK = {"meeting the other": Phase.PLAN, "allocating shared": Phase.OPEN, "reserving shared": Phase.OPEN}
+WORK = {"opening a socket": Phase.CONFIG, "meeting the other": Phase.CONFIG, "pinning a table": Phase.FINISH}
+SHARED_WORK = {**WORK, "reserving shared": Phase.OPEN}
 READ_FAULTS = {"error": ls.ReadError, "early end": ls.EndOfFileError, "change": ls.CheckpointError}
 
 
@@ -270,11 +271,13 @@ def doors_of(face: str, layout: str) -> dict[str, Door]:
         "no memory": Door(Phase.OPEN, has_no_memory, refused, None, "want 3552 bytes of host memory"),
         "no device": Door(Phase.PLAN, partial(cannot_pin, "no device"), refused, refused, f"{required}: no device"),
         "not pinned": Door(Phase.FINISH, partial(cannot_pin, None), refused, refused, f"{required}: locking"),
-        "no allocation": Door(Phase.OPEN, cannot_allocate, refused, refused, "no memory is left"),
     }
-    if layout == "shared":
-        for what, phase in SHARED_WORK.items():
-            doors[what] = Door(phase, partial(work_fails, what), OSError, ls.LoaderError, f"no {what}")
+    shared = layout == "shared"
+    for step in ("_allocate", "_shared_memory") if shared else ("_allocate",):
+        trap = partial(has_no_memory_left, step)
+        doors[f"no memory left to {step}"] = Door(Phase.OPEN, trap, refused, refused, "no memory is left")
+    for what, phase in (SHARED_WORK if shared else WORK).items():
+        doors[what] = Door(phase, partial(work_fails, what), OSError, ls.LoaderError, f"no {what}")
     return doors
 
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from loader_service import neighbours
 from loader_service.agreement.messages import Phase, PhaseRecord, Verdict
-from loader_service.agreement.node import Door, NodeGroup
+from loader_service.agreement.node_mesh import Mesh
 from loader_service.agreement.session import Session
 from loader_service.memory.shared import SharedMemory
 from loader_service.reading.ranges import RangeReader
@@ -17,9 +18,9 @@ from tests.support.ranks import Rank
 
 STANDS = "stands"
 WORK: dict[str, tuple[Any, str]] = {
-    "meet": (Door, "meet"),
-    "hand over": (NodeGroup, "hand_over"),
-    "receive": (NodeGroup, "receive"),
+    "meet": (neighbours, "connect"),
+    "hand over": (Mesh, "send"),
+    "receive": (SharedMemory, "received"),
     "reserve": (SharedMemory, "reserve"),
     "reading": (RangeReader, "read"),
     "pin": (TableRun, "_pin"),

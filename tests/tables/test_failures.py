@@ -9,7 +9,6 @@ import threading
 import pytest
 
 import loader_service as ls
-from loader_service.agreement.node import NodeGroup
 from loader_service.reading.chunked import Reading
 from tests.e2e.seats import WATCHDOG_S, Seat, all_of, make_seats, values
 from tests.support.checkpoints import Checkpoint
@@ -111,30 +110,6 @@ async def test_the_others_hear_of_a_failure_before_the_failed_rank_has_cleaned_u
     assert isinstance(first, ls.ReadError)
     assert isinstance(second, ls.RankFailure)
     assert second.rank == 0
-
-
-async def test_a_host_that_lets_go_without_a_word_is_given_up(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No rank waits for ever for memory that nobody hands over, even if no verdict ever names the host."""
-
-    def hang_up(group: NodeGroup, _descriptor: int, _ranks: object) -> None:
-        group.close()
-
-    monkeypatch.setattr(NodeGroup, "hand_over", hang_up)
-    seats = make_seats(2)
-    quick = {"timeout_s": 2, "start_timeout_s": 30, "grace_s": 5}
-    settings = config_of(checkpoint, rules("shared"), 2, agreement=quick)
-
-    async def work(seat: Seat) -> Result:
-        async with service_of(seat, settings) as service:
-            return await fill(service)
-
-    (first,), (second,) = values(await all_of(seats, work))
-    assert type(second) is ls.LoaderError
-    assert "rank 0 has left before it handed over the memory" in str(second)
-    assert isinstance(first, ls.RankFailure)
-    assert first.rank == 1
 
 
 async def test_a_read_that_never_returns_is_named_on_all_ranks_and_left_with_its_memory(checkpoint: Checkpoint) -> None:

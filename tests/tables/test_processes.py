@@ -34,7 +34,7 @@ from tests.tables.standing import STANDS, stand_at
 pytestmark = pytest.mark.processes
 
 RANKS = 3
-IMPATIENT = {"timeout_s": 3, "start_timeout_s": 60, "grace_s": 5}
+LIMITS = {"timeout_s": 60, "start_timeout_s": 60, "grace_s": 5}
 BUFFERED = {"access": "buffered", "chunk_bytes": 200}
 Plain: TypeAlias = tuple[Path, dict[str, Any], dict[str, str]]  # a checkpoint, as it travels to a process
 
@@ -77,7 +77,7 @@ Told: TypeAlias = tuple[str, str, int | None, list[str], list[str], list[str]]
 
 def fill_until(rank: Rank, address: str, given: Plain, point: str, who: int, layout: str, face: str) -> Told:
     """What a rank is told, and what it has left afterwards: shared memory and sockets, threads, descriptors."""
-    config = config_of(Checkpoint(*given), rules(layout), rank.world_size, agreement=IMPATIENT, reads=BUFFERED)
+    config = config_of(Checkpoint(*given), rules(layout), rank.world_size, agreement=LIMITS, reads=BUFFERED)
     group = ls.Rendezvous(address, rank.rank, rank.world_size, f"{rank.address}", served=True)
     uvloop.new_event_loop().close()  # what is opened once a process: libuv's pipe for signals
     before = _descriptors()
@@ -108,7 +108,8 @@ def fill_until(rank: Rank, address: str, given: Plain, point: str, who: int, lay
 
 
 def kill_at(checkpoint: Checkpoint, ranks: int, cases: Sequence[Case]) -> None:
-    """One rank is killed in each case: all others name it, and of memory, sockets and threads nothing is left."""
+    """One rank is killed in each case: all others see its end, not its silence, name it, and of memory, sockets and
+    threads nothing is left."""
     before = set(os.listdir("/dev/shm"))
 
     def kill(team: int, rank: int, _text: str, pids: list[int]) -> None:
@@ -124,7 +125,7 @@ def kill_at(checkpoint: Checkpoint, ranks: int, cases: Sequence[Case]) -> None:
             if outcome.rank != who:
                 error, cause, rank, *left = outcome.get()
                 assert (error, rank) == ("RankFailure", who), (case, cause)
-                assert "LostRank" in cause, (case, cause)
+                assert "LostRank: its process has ended" in cause, (case, cause)
                 assert left == [[], [], []], case
     assert set(os.listdir("/dev/shm")) <= before
 
