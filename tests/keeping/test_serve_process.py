@@ -18,6 +18,7 @@ import yaml
 
 import loader_service as ls
 from tests.cli.support import CommandLine, Ended, Fault, start_ranks, wait_until
+from tests.reading.disk import bring_code_in, disk_bytes
 from tests.support.checkpoints import Checkpoint, assert_same, write_checkpoint
 from tests.support.ranks import context
 
@@ -137,6 +138,7 @@ def test_a_killed_service_without_a_file_leaves_nothing(checkpoint: Checkpoint, 
 
 def attach_and_hold(config: str, out: str, hold: bool) -> None:
     """A worker: loads everything, says what it has read from the disk meanwhile, and how, and waits to be killed."""
+    bring_code_in()
     before = disk_bytes()
     with ls.attach_blocking(ls.load_config(config), "solo") as service:
         with service.open("target") as load:
@@ -154,12 +156,6 @@ def attach_and_hold(config: str, out: str, hold: bool) -> None:
         os.rename(out + ".new", out)
         if hold:
             signal.pause()
-
-
-def disk_bytes() -> int:
-    """What the system has fetched from disks for this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def sums_of(checkpoint: Checkpoint) -> dict[str, int]:

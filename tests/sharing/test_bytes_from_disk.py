@@ -12,7 +12,7 @@ import torch
 import loader_service as ls
 from loader_service.config.schema import ServiceConfig
 from tests.agreement.folders import all_told
-from tests.reading.disk import disk_bytes, disk_folder, held, uncache
+from tests.reading.disk import bring_code_in, disk_bytes, disk_folder, held, uncache
 from tests.sharing.failing import remains
 from tests.support.checkpoints import Checkpoint, write_checkpoint
 from tests.support.ranks import Rank, run_ranks
@@ -80,6 +80,7 @@ def load_each(rank: Rank, folder: str, paths: list[str], told: str) -> tuple[lis
         assert report.policies["sharing"].effective == way
         return digest, disk_bytes() - before, report.payload_bytes, report.read_bytes, report.files_read
 
+    bring_code_in()
     load(("draft", "none", "direct"))  # so that no module is still to be imported
     found = []
     for number, case in enumerate(CASES):
