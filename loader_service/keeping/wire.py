@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,9 @@ from loader_service.errors import ConfigError
 
 MOST_BYTES: Final = 64 << 10
 MOST_DESCRIPTORS: Final = 250  # the kernel takes 253 with one packet
+_BACKLOG: Final = 1024
+_LOCK_WAIT_S: Final = 2.0
+_LOOK_EVERY_S: Final = 0.01
 _INT: Final = struct.Struct("i")
 _MSG_CMSG_CLOEXEC: Final = 0x40000000  # Python does not name it: a program that is started meanwhile gets none of them
 
@@ -59,9 +64,9 @@ def listen(address: Address) -> socket.socket:
     try:
         if isinstance(address, bytes):
             listening.bind(address)
+            listening.listen(_BACKLOG)
         else:
-            _bind_file(listening, address)
-        listening.listen(1024)
+            _listen_at_file(listening, address)
     except OSError as error:
         listening.close()
         advice = "give another `serve.socket`, or end the service that has it"
@@ -76,27 +81,59 @@ def listen(address: Address) -> socket.socket:
     return listening
 
 
-def _bind_file(listening: socket.socket, path: str) -> None:
-    if Path(path).is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                Path(path).unlink()
-            except OSError:
-                pass
-    before = os.umask(0o177)  # from its first moment; threads of this process make no files meanwhile
-    try:
-        listening.bind(path)
-    finally:
-        os.umask(before)
+def _listen_at_file(listening: socket.socket, path: str) -> None:
+    with _alone_at(path):  # a socket that is bound and does not listen yet looks like one that was left behind
+        _remove_dead(path)
+        before = os.umask(0o177)  # from its first moment; threads of this process make no files meanwhile
+        try:
+            listening.bind(path)
+        finally:
+            os.umask(before)
+        listening.listen(_BACKLOG)
 
 
 def unlink(address: Address) -> None:
-    """Removes a socket's file, if it has one."""
+    """Removes a socket's file, if it has one, and nobody listens there any more."""
     if isinstance(address, str):
-        with contextlib.suppress(OSError):
-            Path(address).unlink()
+        with _alone_at(address), contextlib.suppress(OSError):
+            _remove_dead(address)
+
+
+def _remove_dead(path: str) -> None:
+    if not Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+        except OSError:
+            pass
+
+
+@contextlib.contextmanager
+def _alone_at(path: str) -> Iterator[None]:
+    """Services that come to one path at once do so one after the other: each locks the folder, as far as that is
+    possible; whoever else has locked it is waited for a moment."""
+    try:
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # to bind there tells why
+        yield
+        return
+    try:
+        deadline_s = time.monotonic() + _LOCK_WAIT_S
+        while time.monotonic() < deadline_s:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_LOOK_EVERY_S)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(folder)
 
 
 def is_trusted(user: int) -> bool:
