@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
 import threading
@@ -24,6 +25,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 if len(os.sched_getaffinity(0)) == 1:
     os.sched_getaffinity = lambda _: {0, 1}
 
+_STDERR = pytest.StashKey[int]()
+_TEARDOWN_ENDS_WITHIN_S = 120
 _THREAD_PREFIX = "loader-"
 _THREADS_END_WITHIN_S = 5.0
 
@@ -32,6 +35,21 @@ _SETTINGS = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis
 hypothesis.settings.register_profile("ci", _SETTINGS, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.register_profile("local", _SETTINGS)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "local"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # tests have another
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A test whose time was up may have left a thread that waits for ever, and closing its loop waits for that thread:
+    then this process ends, and says where. `timeout` has gone off by then, and does so once."""
+    faulthandler.dump_traceback_later(_TEARDOWN_ENDS_WITHIN_S, exit=True, file=item.config.stash[_STDERR])
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
