@@ -17,6 +17,7 @@ from loader_service.agreement.session import Session
 from loader_service.bridge import uninterrupted
 from loader_service.engine import SERVICE_CLOSED, Engine
 from loader_service.errors import LoaderError, StateError, clear_frames
+from loader_service.neighbours import Neighbours
 from loader_service.opening import Opening
 from loader_service.rows import Reading
 
@@ -30,8 +31,8 @@ LOOK_EVERY_S = 0.25
 
 class Collective(Generic[T]):
     """One such call on its rank; runs on the service's loop. Subclasses say in `_act` what is done, in `_let_go` what
-    of it is given back after a failure, in `_leave` what ends with the session, and keep in `_readings` what reading
-    threads are at."""
+    of it is given back after a failure, and keep in `_readings` what reading threads are at. `_others`, once they have
+    met, tell of a death among them until the session is closed."""
 
     def __init__(self, engine: Engine, load: str, what: str) -> None:
         self._engine = engine
@@ -40,18 +41,16 @@ class Collective(Generic[T]):
         self._phase, self._subject = Phase.CONFIG, engine.subject(load, Phase.CONFIG.value)
         self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
         self._session: Session | None = None
+        self._others: Neighbours | None = None
         self._readings: list[Reading] = []
         self._failed = False
         self._stopped = threading.Event()  # for threads that wait for other ranks
 
-    async def _act(self, session: Session, opening: Opening) -> T:
+    async def _act(self, session: Session, opening: Opening, others: Neighbours) -> T:
         raise NotImplementedError
 
     async def _let_go(self) -> None:
         """After a failure; nothing reads any more."""
-
-    async def _leave(self) -> None:
-        """After the session was closed, whatever came of it; also a second time."""
 
     def _forget(self) -> None:
         """Afterwards, whatever came of it: nothing here may keep memory that is to end with its tensor."""
@@ -77,10 +76,11 @@ class Collective(Generic[T]):
         engine.collective_tasks.add(task)
         try:
             self._session = session = engine.group.session(f"{self._load}: {self._what}", describe=DESCRIBE)
+            self._others = others = Neighbours(engine, session)
             session.on_final(self._final_arrived)
-            done = await self._act(session, Opening(engine, self._load, session, []))
+            done = await self._act(session, Opening(engine, self._load, session, []), others)
             await session.close()
-            await self._leave()
+            await others.close()
         except BaseException as error:
             self._task = None  # this rank's own FAIL brings a verdict, too
             await uninterrupted(self._fail(error))
@@ -110,13 +110,15 @@ class Collective(Generic[T]):
 
     def _final_arrived(self, verdict: Verdict) -> None:  # noqa: ARG002 - it is in the session
         self._stopped.set()
+        if self._others is not None:
+            self._others.stop()
         if self._task is not None:
             self._task.cancel(FINAL)
 
     async def _fail(self, error: BaseException) -> None:
         """FAIL first, so that the others stop; then this rank's own cleaning up. Never raises."""
-        session = self._session
-        if session is None:
+        session, others = self._session, self._others
+        if session is None or others is None:
             return
         telling = None
         if session.final is None and not session.succeeded:
@@ -136,6 +138,6 @@ class Collective(Generic[T]):
         self._failed = True
         self.attach_verdict(error)
         await self._let_go()
-        for leaving in (session.close, self._leave):
+        for close in (session.close, others.close):
             with contextlib.suppress(Exception):
-                await leaving()
+                await close()

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from loader_service import logs
 from loader_service.agreement.messages import JSON, Phase, PhaseRecord
-from loader_service.agreement.node import memory_device
+from loader_service.agreement.node import Card
 from loader_service.agreement.session import Session
 from loader_service.collective import LOOK_EVERY_S, Collective
 from loader_service.engine import Engine
@@ -26,6 +26,7 @@ from loader_service.keeping.status import Kept, ServedLoad
 from loader_service.memory.admission import Supply, refusal, reserve_of
 from loader_service.memory.held import ByteRanges
 from loader_service.memory.shared import SharedMemory
+from loader_service.neighbours import Neighbours
 from loader_service.opening import Opening
 from loader_service.planning.plan import LoadPlan
 from loader_service.reading.file_range import FileRange
@@ -83,10 +84,10 @@ class KeepRun(Collective[list[KeptMemory]]):
         self._read_before = 0
         self._phase_began_s = time.monotonic()
 
-    async def _act(self, session: Session, opening: Opening) -> list[KeptMemory]:
+    async def _act(self, session: Session, opening: Opening, others: Neighbours) -> list[KeptMemory]:
         engine = self._engine
         self.status = replace(self.status, state="agreeing")
-        await self._meet(opening)
+        await self._meet(opening, others)
         self._enter(Phase.CATALOG)
         catalog = await opening.catalog()
         self._enter(Phase.PLAN)
@@ -140,15 +141,15 @@ class KeepRun(Collective[list[KeptMemory]]):
 
     # Before anything is read
 
-    async def _meet(self, opening: Opening) -> None:
+    async def _meet(self, opening: Opening, others: Neighbours) -> None:
         engine = self._engine
         async with engine.entering:
-            # Services that see one kernel, but not each other's sockets, are as on two nodes.
-            where = await engine.in_thread(memory_device, what="which node this is")
-            met = await opening.config(serve=self._serve, card={"node": engine.node, "where": where})
-        cards = [facts.get("card") for facts in met.facts]
-        own = cards[engine.group.rank]
-        self._services = [rank for rank, card in enumerate(cards) if card == own]
+            met = await opening.config(serve=self._serve, card=await others.card())
+        await others.meet(met.listed)
+        cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(met.facts)]
+        # Services that see one kernel, but not each other's sockets, are as on two nodes.
+        places = [(card.node, card.memory) for card in cards] or [("", "")]  # one tells nothing
+        self._services = [rank for rank, place in enumerate(places) if place == places[engine.group.rank]]
         engine.size_threads(met.counts.get("node", {}))
         await self._on_met(self._services.index(engine.group.rank), len(self._services))
 

@@ -67,14 +67,12 @@ class TableRun(Collective[HostTable]):
     def __init__(self, engine: Engine, load: str, name: str) -> None:
         super().__init__(engine, load, f"host table '{name}'")
         self._name = name
-        self._others: Neighbours | None = None
         self._memory: SharedMemory | None = None
         # Not in frames, which an exception that somebody keeps would keep, and the memory with them.
         self._buffer: HostBuffer | None = None
         self._kept: HostBuffer | None = None  # by a resident service
 
-    async def _act(self, session: Session, opening: Opening) -> HostTable:
-        others = self._others = Neighbours(self._engine, session)
+    async def _act(self, session: Session, opening: Opening, others: Neighbours) -> HostTable:
         async with self._engine.entering:
             met = await opening.config(table=self._name, card=await others.card())
         async with self._turn(session):
@@ -84,17 +82,8 @@ class TableRun(Collective[HostTable]):
     def _forget(self) -> None:
         self._buffer = self._kept = None  # else the memory would end with the next garbage collection, not its tensor
 
-    def _final_arrived(self, verdict: Verdict) -> None:
-        super()._final_arrived(verdict)
-        if self._others is not None:
-            self._others.stop()
-
     async def _let_go(self) -> None:
         await self._close_memory()
-
-    async def _leave(self) -> None:
-        if self._others is not None:
-            await self._others.close()
 
     @contextlib.asynccontextmanager
     async def _turn(self, session: Session) -> AsyncIterator[None]:

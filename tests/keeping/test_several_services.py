@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import yaml
 
 import loader_service as ls
 from loader_service.cli.serve import _own_address
+from loader_service.config.schema import ServiceConfig
 from loader_service.keeping.shape import equal_part
 from loader_service.memory.held import ByteRanges
 from tests.cli.support import start_ranks
 from tests.e2e.seats import Seat, all_of, errors, make_seats, payload_reads, values
+from tests.e2e.seats import serve as served_store
 from tests.keeping.making import config_of, worker
 from tests.support.checkpoints import Checkpoint, assert_same, awkward_checkpoint
-from tests.support.ranks import free_port
+from tests.support.ranks import Rank, free_port, run_ranks
 from tests.tables import making as tables
+from tests.tables.standing import stand_at
 
 
 @pytest.fixture
@@ -137,6 +142,42 @@ def test_equal_parts_are_disjoint_complete_and_equal(count: int) -> None:
 )
 def test_services_of_one_node_serve_http_side_by_side(given: str, environ: dict[str, str], own: str) -> None:
     assert _own_address(given, environ) == own
+
+
+def keep_until_killed(rank: Rank, address: str, config: ServiceConfig) -> tuple[str, int | None, str]:
+    """One service is killed while it reads; what the other is told."""
+    if rank.rank == 1:
+        stand_at(rank, "reading")
+
+    async def keep() -> BaseException | None:
+        group = ls.Rendezvous(address, rank.rank, rank.world_size, rank.address, served=True)
+        async with ls.ResidentService(config, group) as service:
+            try:
+                await service.fill()
+            except BaseException as error:
+                return error
+            return None
+
+    error = asyncio.run(keep())
+    return type(error).__name__, getattr(error, "rank", None), str(error)
+
+
+@pytest.mark.processes
+def test_a_service_that_is_killed_while_it_fills_is_known_at_once(small: Checkpoint) -> None:
+    """By its end; its silence would tell after a time that no test has."""
+    limits = {"timeout_s": 600, "start_timeout_s": 60, "grace_s": 5}
+    config = config_of(small, serve={"keep": ["target"]}, mesh={"tp": 2}, agreement=limits)
+    survivor, victim = run_ranks(
+        keep_until_killed,
+        2,
+        f"127.0.0.1:{served_store().port}",
+        config,
+        on_mark=lambda rank, _text, pids: os.kill(pids[rank], signal.SIGKILL),
+    )
+    assert victim.exitcode == -signal.SIGKILL
+    error, failed, text = survivor.get()
+    assert (error, failed) == ("RankFailure", 1)
+    assert "LostRank: its process has ended" in text
 
 
 def test_a_service_that_cannot_serve_http_fails_all_at_once(small: Checkpoint, tmp_path: Path) -> None:
