@@ -31,7 +31,7 @@ _OTHER_FORMATS: Final = {
 }
 
 
-_PATH_ADVICE = "only local paths are read, and a relative one starts from the configuration file's folder"
+_PATH_ADVICE = "only local paths are read; one that is relative in a configuration starts from that file's folder"
 
 
 def missing_error(path: str, storage: Storage) -> CheckpointError:

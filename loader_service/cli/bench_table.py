@@ -12,7 +12,7 @@ from loader_service.cli.render import show, table
 from loader_service.measuring.verdict import Verdict
 from loader_service.sizes import format_size
 
-COLUMNS = ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches")
+COLUMNS = ("measured", "GiB/s", "least-most", "CPU s/GiB", "reading, all ranks")
 _OF_PHASES = ("config", "catalog", "plan", "open", "read", "finish")
 
 
@@ -30,7 +30,8 @@ def show_bench(result: Result) -> None:
 
 
 def rows(result: Result) -> list[Sequence[str]]:
-    """Under `COLUMNS`, node by node: a row a limit, with how much of it the load reaches, and a row a rank's load."""
+    """Under `COLUMNS`, node by node: a row a limit, with how much of it all ranks together reach while
+    they read, and a row a rank's load."""
     return [cells for judged in result.nodes for cells in _rows_of(result, judged)]
 
 

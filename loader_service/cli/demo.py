@@ -159,7 +159,7 @@ def _show(
 ) -> None:
     from rich.markup import escape
 
-    from loader_service.cli.render import shares_of_files, show, table
+    from loader_service.cli.render import STRIPS, shares_of_files, show, table
 
     files = len(checkpoint.files)
     result = table(
@@ -169,7 +169,7 @@ def _show(
         "tensors",
         "handed over",
         "read",
-        "of checkpoint",
+        "of all bytes",
         "shards read",
         "<every byte equal",
     )
@@ -190,9 +190,10 @@ def _show(
     show(
         result,
         *strips,
+        STRIPS,
         "",
         "More is read than handed over where a rank takes some columns: whole rows are read for them.",
-        f"The draft key {checkpoint.omitted_key} is missing in the index, and was read all the same.",
+        f"The index leaves out {checkpoint.omitted_key} on purpose, as indexes do: the draft got it all the same.",
         f"Again by hand: {escape(_torchrun())} --standalone --nproc-per-node 2 -m loader_service load "
         f"{escape(str(config_path))} --load target --verify",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loader_service.cli.html_page import document, paragraphs, table
+from loader_service.cli.output import said_by_ranks
 from loader_service.cli.picture import STYLE as TIME_STYLE
 from loader_service.cli.picture import over_time
 from loader_service.cli.plan_page import STYLE as PLAN_STYLE
@@ -52,8 +53,8 @@ def page_of(
         _in_all(reports),
         *_shared(reports),
         *([apart] if not one_node and way != "none" else []),
-        *_once(reports, "fallbacks", "Fallback: "),
-        *_once(reports, "warnings", "Warning: "),
+        *(f"Fallback{words}" for words in said_by_ranks(reports, "fallbacks")),
+        *(f"Warning{words}" for words in said_by_ranks(reports, "warnings")),
     ]
     body = (
         f"{table(*_rows(reports))}<details>\n<summary>Policies</summary>\n{paragraphs(_policies(reports))}</details>\n"
@@ -70,8 +71,8 @@ def _in_all(reports: Sequence[Report]) -> str:
     found = f"{format_size(payload)} were handed over in {seconds:.2f} s: {rate}"
     if len(reports) == 1:
         return f"{found}."
-    last = max(reports, key=lambda report: report["seconds"])["rank"]
-    return f"{found} on all ranks together. Rank {last} took longest."
+    slowest = max(reports, key=lambda report: report["phases"]["read"])  # who came first waited for the others besides
+    return f"{found} on all ranks together. Rank {slowest['rank']} read longest, {slowest['phases']['read']:.2f} s."
 
 
 def _shared(reports: Sequence[Report]) -> Iterator[str]:
@@ -91,10 +92,6 @@ def _policies(reports: Sequence[Report]) -> Iterator[str]:
     for (name, requested, effective, reason), ranks in sorted(ranks_of.items(), key=lambda found: found[0][0]):
         whose = "" if len(ranks) == len(reports) else f" on {spans(ranks)}"
         yield f"{name}{whose}: {effective}, asked for {requested}: {reason}."
-
-
-def _once(reports: Sequence[Report], key: str, before: str) -> list[str]:
-    return [f"{before}{text}" for text in dict.fromkeys(text for report in reports for text in report[key])]
 
 
 def _rows(reports: Sequence[Report]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

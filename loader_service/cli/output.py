@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import cast
 
 from loader_service import logs
 from loader_service.errors import ConfigError, FailureRecord, LoaderError
@@ -171,3 +172,14 @@ def logging_to_stderr(level: str, rank: int | None) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
+
+
+def said_by_ranks(documents: Sequence[Mapping[str, object]], key: str) -> Iterator[str]:
+    """What reports say under `key`, each sentence once, behind a colon; and who says it, if not all do."""
+    ranks_of: dict[str, list[str]] = {}
+    for document in documents:
+        for text in cast("Sequence[str]", document[key]):
+            ranks_of.setdefault(text, []).append(str(document["rank"]))
+    for text, ranks in ranks_of.items():
+        whose = "" if len(ranks) == len(documents) else f" of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        yield f"{whose}: {text}"

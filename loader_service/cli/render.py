@@ -11,14 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loader_service.cli.output import writing_to_stdout
+from loader_service.cli.output import said_by_ranks, writing_to_stdout
 from loader_service.planning.plan import LoadPlan
 from loader_service.report import LoadReport
 from loader_service.sizes import format_size
 
 _SHADES = " ░▒▓█"
 _ASCII_SHADES = " .:*#"
+STRIPS = "Two cells a shard, the darker the more of it the rank reads."
 _MAX_NAMESPACES = 20
+_APART = 3  # columns, where there is room
+_LONG = 16  # a word above that may be broken
 _PLAIN_WIDTH = 160  # where no terminal says how wide it is: nothing is cut off in a log
 
 
@@ -49,8 +52,24 @@ def show(*parts: Table | str) -> None:
     with writing_to_stdout():
         target = console()
         for part in parts:
+            if isinstance(part, Table):
+                _fit(part, target.width)
             target.print(part)
         sys.stdout.flush()
+
+
+def _fit(made: Table, width: int) -> None:
+    """In a narrow terminal columns come closer together; words break only if they are long, and numbers not at all."""
+    needed = 0
+    for column in made.columns:
+        words = [*str(column.header).split(), *" ".join(map(str, column.cells)).split()]
+        whole = [word for word in words if len(word) <= _LONG]
+        if column.justify == "right":
+            whole += map(str, column.cells)
+        column.min_width = max(map(len, whole), default=0)
+        needed += column.min_width + _APART
+    if needed > width:
+        made.padding = 0
 
 
 def show_checkpoint(described: Mapping[str, object]) -> None:
@@ -69,9 +88,10 @@ def show_checkpoint(described: Mapping[str, object]) -> None:
     if "tensor_list" in described:
         parts.append(_tensors(cast("Sequence[Mapping[str, object]]", described["tensor_list"])))
     payload = format_size(cast("int", described["payload_bytes"]))
-    parts.append(
-        f"{described['tensors']} tensors, {payload} of payload in {len(files)} files of {format_size(total)} together"
-    )
+    where = f"1 file of {format_size(total)}"
+    if len(files) != 1:
+        where = f"{len(files)} files of {format_size(total)} together"
+    parts.append(f"{described['tensors']} tensors, {payload} of payload in {where}")
     parts += [f"note: {escape(note)}" for note in cast("Sequence[str]", described["notes"])]
     show(*parts)
 
@@ -136,7 +156,8 @@ def show_load_plan(plan: LoadPlan) -> None:
     show(
         by_rank,
         *_host_tables(plan),
-        *shares_of_files(plan),
+        *(strips := shares_of_files(plan)),
+        *([STRIPS] if strips else []),
         f"All ranks together read {format_size(total_bytes)} of a checkpoint of {format_size(all_bytes)}{share}.",
         f"catalog {plan.catalog.digest}",
         f"plan    {plan.digest}",
@@ -163,7 +184,7 @@ def _host_tables(plan: LoadPlan) -> list[Table | str]:
 
 
 def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16) -> list[str]:
-    """A strip of shades a rank: one cell a shard, the darker the more of it the rank reads. Empty if too large."""
+    """A strip of shades a rank, as `STRIPS` says. Empty if too large."""
     shards = plan.catalog.shards
     if len(shards) > max_files or plan.world_size > max_ranks:
         return []
@@ -178,7 +199,7 @@ def shares_of_files(plan: LoadPlan, *, max_files: int = 64, max_ranks: int = 16)
             read[shard] += stop - start
         payload = [shard.identity.size_bytes - shard.header_bytes for shard in shards]
         cells = "".join(_shade(part, whole, shades) for part, whole in zip(read, payload, strict=True))
-        lines.append(f"{plan.load} rank {rank}  |{cells}|  shards, darker where more is read")
+        lines.append(f"{plan.load} rank {rank}  |{cells}|")
     return lines
 
 
@@ -225,10 +246,8 @@ def show_reports(reports: Sequence[LoadReport | Mapping[str, object]]) -> None:
             f"{cast('float', document['gib_per_s']):.2f}",
             _verified(document),
         )
-    lines: list[str] = []
-    for kind, key in (("fallback", "fallbacks"), ("warning", "warnings")):
-        said = dict.fromkeys(text for document in documents for text in cast("Sequence[str]", document[key]))
-        lines += [f"{kind}: {text}" for text in said]
+    lines = [f"fallback{words}" for words in said_by_ranks(documents, "fallbacks")]
+    lines += [f"warning{words}" for words in said_by_ranks(documents, "warnings")]
     show(by_rank, *_policies(documents), *map(escape, lines))
 
 
@@ -250,12 +269,13 @@ _OF_WHAT = {
 
 def _policies(documents: Sequence[Mapping[str, object]]) -> list[Table | str]:
     """Every policy that was not done as it was written, and what it is about; ranks that did the same, together. How
-    ranks shared is always said: what a load costs its node hangs on it."""
+    ranks shared, and whether a service was there, is always said: what a load costs its node hangs on it."""
     ranks_of: dict[tuple[str, str, str, str], list[str]] = {}
     for document in documents:
         for name, policy in cast("Mapping[str, Mapping[str, str]]", document["policies"]).items():
-            outcome = (name, policy["requested"], policy["effective"], policy["reason"])
-            if name == "sharing" or policy["requested"] != policy["effective"]:
+            asked = f"kept, else {policy['requested']}" if name == "service" else policy["requested"]
+            outcome = (name, asked, policy["effective"], policy["reason"])
+            if name == "sharing" or asked != policy["effective"]:
                 ranks_of.setdefault(outcome, []).append(str(document["rank"]))
     if not ranks_of:
         return []

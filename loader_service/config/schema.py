@@ -276,5 +276,5 @@ def check_world_size(config: ServiceConfig, world_size: int, coords_given: bool)
         shape = ", ".join(f"{axis}: {ranks}" for axis, ranks in config.mesh.items())
         raise ConfigError(
             f"mesh: {{{shape}}} is for {product} ranks, but there are {world_size}; "
-            f"start {product} ranks, or change the mesh so that its product is {world_size}"
+            f"start (or plan for) {product} ranks, or change the mesh so that its product is {world_size}"
         )

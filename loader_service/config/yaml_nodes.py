@@ -74,6 +74,8 @@ def _syntax_error(error: yaml.YAMLError, text: str, file: str) -> str:
 def _syntax_hint(reason: str) -> str:
     if "escape character" in reason:
         return "write regular expressions in single quotes"
+    if "alias" in reason or "anchor" in reason:
+        return "write what begins with * or & in quotes"
     if "\\t" in reason:
         return "indent with spaces, not tabs"
     if "document" in reason:

@@ -45,6 +45,7 @@ class KeptView:
     def __init__(self, services: Iterable[HandedOver]) -> None:
         self._held: dict[Hashable, HeldRanges] = {}
         self._shared: dict[Hashable, list[tuple[KeptFile, HostBuffer]]] = {}
+        self._states: dict[str, set[Hashable]] = {}
         for kept in services:
             shared = kept.index.shared
             buffers = [
@@ -56,6 +57,7 @@ class KeptView:
 
     def _take(self, file: KeptFile, buffer: HostBuffer, *, shared: bool) -> None:
         held = self._held.setdefault(file.state, HeldRanges())
+        self._states.setdefault(file.path, set()).add(file.state)
         columns = (file.ranges.starts, file.ranges.stops, file.ranges.offsets)
         for number, (start, stop, offset) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
             memory = buffer.memoryview[offset : offset + stop - start]
@@ -83,6 +85,10 @@ class KeptView:
         """How many of these bytes are kept."""
         held = self._held.get(state)
         return 0 if held is None else int(wanted.overlap_bytes(held.starts, held.stops).sum())
+
+    def is_outdated(self, path: str, state: Hashable) -> bool:
+        """Whether the file is kept, but in another state than this, in which it is now."""
+        return state not in self._states.get(path, {state})
 
     def table(self, part: TablePart, shard: Shard) -> HostBuffer | None:
         """Memory of a whole shared host table, from the beginning of the page on that it begins in. None where it is
@@ -135,6 +141,12 @@ class KeptBytes:
         self.kept_bytes = sum(view.kept_bytes(self._states[shard], ranges) for shard, ranges in wanted.items())
         self.everything = self.kept_bytes == wanted_bytes
         reason = f"{format_size(self.kept_bytes)} of {format_size(wanted_bytes)} are kept by {where}"
+        shards = [plan.catalog.shards[shard] for shard in wanted]
+        if outdated := [shard.path for shard in shards if view.is_outdated(shard.path, shard.identity.state)]:
+            more = f" and {len(outdated) - 1} more" if len(outdated) > 1 else ""
+            what = f"{outdated[0]}{more} changed since it was read: start the service again"
+            reason = f"{reason}; {what}"
+            _log.warning("%s does not serve what it keeps of old files: %s", where, what)
         self.outcome = PolicyOutcome(requested, "kept" if self.everything else "partly kept", reason)
 
     def held(self, shard: int, start: int, stop: int) -> list[Segment] | None:

@@ -46,8 +46,8 @@ class Mesh:
         made = cls(tuple(declared), tuple(declared.values()))
         if made.world_size != world_size:
             raise ConfigError(
-                f"mesh: {_in_words(made)} is {made.world_size} ranks but the group has {world_size}; start "
-                f"{made.world_size} ranks, or change the sizes so that they multiply to {world_size}"
+                f"mesh: {_in_words(made)} is {made.world_size} ranks but there are {world_size}; start "
+                f"(or plan for) {made.world_size} ranks, or change the sizes so that they multiply to {world_size}"
             )
         return made
 

@@ -24,7 +24,7 @@ LEAST_SAVED_BYTES: Final = 64 << 20
 
 LEAST_SLOT_BYTES: Final = 64 << 10
 _STRENGTH: Final = {"none": 0, "page_cache": 1, "staging": 2}
-_NOTHING_TO_SHARE: Final = "its ranks want no common bytes"
+_NOTHING_TO_SHARE: Final = "the node's ranks want no common bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +121,11 @@ def opinion(requested: Request, node: Sequence[NodeFacts], wanted: Wanted) -> Op
     if len(node) > MOST_RANKS:  # nobody lays out what so many want
         return Opinion("none", f"{len(node)} ranks on one node; at most {MOST_RANKS} share")
     if all(each.held for each in node):
-        return Opinion(None, "memory holds all that its ranks want already")
+        return Opinion(None, "memory holds all that the node's ranks want already")
     if not wanted.shared_bytes:
         return Opinion(None, _NOTHING_TO_SHARE)
     if requested == "auto" and wanted.saved_bytes < LEAST_SAVED_BYTES:
-        return Opinion(None, f"its ranks want only {format_size(wanted.saved_bytes)} twice")
+        return Opinion(None, f"the node's ranks want only {format_size(wanted.saved_bytes)} twice")
     problem = _differs(node)
     if problem is not None:
         return Opinion("none", problem)

@@ -171,7 +171,7 @@ def test_the_table_and_the_page_say_what_bounds_the_load(
     memory = format_size(found.memory_bytes)
     assert f"Machine, node of rank 0: {found.cores} core" in text
     assert f"{memory} of memory, kernel {os.uname().release}" in text
-    for column in ("measured", "GiB/s", "least-most", "CPU s/GiB", "the load reaches"):
+    for column in ("measured", "GiB/s", "least-most", "CPU s/GiB", "reading, all ranks"):
         assert column in out
         assert column in parsed.text
     assert re.search(r"the load, 176 bytes in \d", text)

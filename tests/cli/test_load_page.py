@@ -24,6 +24,7 @@ def report(rank: int, *, sharing: str = "none", **more: Any) -> dict[str, Any]:
     policy = {"requested": "auto", "effective": sharing, "reason": "so it is"}
     found: dict[str, Any] = {"rank": rank, "payload_bytes": 1 << 20, "read_bytes": 3 << 20, "striped_bytes": 0}
     found |= {"tensors": 7, "files_opened": 1, "peak_staging_bytes": 2 << 20, "seconds": 0.5 + rank, "gib_per_s": 0.25}
+    found["phases"] = {"config": 0.25 + rank, "read": 0.2 - 0.1 * rank}  # rank 1 came first, and waited
     return found | {"policies": {"sharing": policy}, "fallbacks": ["one way"], "warnings": ["a rule"], **more}
 
 
@@ -40,7 +41,7 @@ def page(found: list[RankLoad], **more: Any) -> Parsed:
 def test_ranks_are_on_one_page_in_figures_over_time_and_in_files() -> None:
     parsed = page(loads(report(0), report(1)))
     text = "".join(parsed.text)
-    assert "2.00 MiB were handed over in 1.50 s: 0.00 GiB/s on all ranks together. Rank 1 took longest." in text
+    assert "2.00 MiB were handed over in 1.50 s: 0.00 GiB/s on all ranks together. Rank 0 read longest, 0.20 s." in text
     for row in (["rank 0", "1.00 MiB", "3.00 MiB", "7", "1", "2.00 MiB", "0.500", "0.25"], ["rank 1", "1.00 MiB"]):
         assert "".join(row) in text.replace("\n", "")
     assert "read for its node" not in text

@@ -259,8 +259,8 @@ SHARED = one_shard(("both", "U8", (150 * KIB,)))
             "staging",
         ),
         ("none", None, ["each of them reads for itself: as configured."], [], "blocks"),
-        ("auto", None, ["its ranks want only 153600 bytes twice, and 64.00 MiB are the least"], [], "blocks"),
-        ("auto", 153601, ["its ranks want only 153600 bytes twice"], [], "blocks"),
+        ("auto", None, ["the node's ranks want only 153600 bytes twice, and 64.00 MiB are the least"], [], "blocks"),
+        ("auto", 153601, ["the node's ranks want only 153600 bytes twice"], [], "blocks"),
         (
             "auto",
             153600,

@@ -150,7 +150,9 @@ async def test_a_shared_table_that_a_worker_has_written_to_is_read_anew(
 
 
 @pytest.mark.parametrize("how", ["touched", "replaced"])
-async def test_a_file_that_has_changed_since_is_read_anew(own: Checkpoint, how: str) -> None:
+async def test_a_file_that_has_changed_since_is_read_anew(
+    own: Checkpoint, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(own, serve={"keep": ["target"]})
     async with ls.ResidentService(config, "solo") as service:
         await service.fill()
@@ -164,7 +166,10 @@ async def test_a_file_that_has_changed_since_is_read_anew(own: Checkpoint, how: 
         async with ls.LoaderService(config, "solo", storage=disk, attach=True) as attached:
             async with attached.open("target") as load:
                 found = {name: tensor async for name, tensor in load}
-    assert load.report.policies["service"].effective == "partly kept"
+    outcome = load.report.policies["service"]
+    assert outcome.effective == "partly kept"
+    assert outcome.reason.endswith(f"; {path} changed since it was read: start the service again")
+    assert outcome.reason.rpartition("; ")[2] in caplog.text
     assert load.report.files_read == (path.name,)
     assert {read.path for read in disk.reads} == {str(path)}
     wanted = whole(own)

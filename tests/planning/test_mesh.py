@@ -37,7 +37,7 @@ def test_a_list_of_axes_is_one_with_the_last_varying_fastest(axes: tuple[str, ..
 
 
 def test_sizes_must_multiply_to_the_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"pp: 2, tp: 4 is 8 ranks but the group has 4"):
+    with pytest.raises(ConfigError, match=r"pp: 2, tp: 4 is 8 ranks but there are 4"):
         Mesh.row_major({"pp": 2, "tp": 4}, 4)
 
 
