@@ -42,6 +42,7 @@ class Collective(Generic[T]):
         self._task: asyncio.Task[object] | None = None  # as long as the ranks' verdict is to end it
         self._session: Session | None = None
         self._others: Neighbours | None = None
+        self._opening: Opening | None = None
         self._readings: list[Reading] = []
         self._failed = False
         self._stopped = threading.Event()  # for threads that wait for other ranks
@@ -78,12 +79,17 @@ class Collective(Generic[T]):
             self._session = session = engine.group.session(f"{self._load}: {self._what}", describe=DESCRIBE)
             self._others = others = Neighbours(engine, session)
             session.on_final(self._final_arrived)
-            done = await self._act(session, Opening(engine, self._load, session, []), others)
+            opening = self._opening = Opening(engine, self._load, session, [])
+            done = await self._act(session, opening, others)
             await session.close()
             await others.close()
         except BaseException as error:
             self._task = None  # this rank's own FAIL brings a verdict, too
-            await uninterrupted(self._fail(error))
+            try:
+                await uninterrupted(self._fail(error))
+            except asyncio.CancelledError as meanwhile:  # the caller's own; the service's end changes nothing any more
+                if meanwhile.args != (SERVICE_CLOSED,):
+                    raise
             if isinstance(error, asyncio.CancelledError):
                 self._raise_meant(error)
             raise
@@ -134,6 +140,8 @@ class Collective(Generic[T]):
         if telling is not None:
             with contextlib.suppress(Exception):
                 await telling
+        if self._opening is not None:
+            self._opening.let_next_enter()
         clear_frames(error)  # else it would keep the memory, if somebody keeps it
         self._failed = True
         self.attach_verdict(error)

@@ -143,8 +143,7 @@ class KeepRun(Collective[list[KeptMemory]]):
 
     async def _meet(self, opening: Opening, others: Neighbours) -> None:
         engine = self._engine
-        async with engine.entering:
-            met = await opening.config(serve=self._serve, card=await others.card())
+        met = await opening.config(others, serve=self._serve)
         await others.meet(met.listed)
         cards = [Card.from_json(rank, facts.get("card")) for rank, facts in enumerate(met.facts)]
         # Services that see one kernel, but not each other's sockets, are as on two nodes.

@@ -18,6 +18,7 @@ from loader_service.agreement.node_mesh import Mesh
 from loader_service.agreement.session import Session
 from loader_service.engine import Engine
 from loader_service.errors import LoaderError
+from loader_service.reading.threads import ReadPool
 
 log = logs.logger("loader_service.load")
 
@@ -38,6 +39,8 @@ class Neighbours:
         self._engine = engine
         self._session = session
         self._door: Door | None = None
+        # Not the engine's: what a rank does there would keep its node waiting, and others' meetings each other.
+        self._thread = ReadPool(1, name="loader-node")
         self._stopped = threading.Event()
         self.mesh: Mesh | None = None
 
@@ -50,7 +53,7 @@ class Neighbours:
         """What this rank tells of itself; nothing where it is alone."""
         if self._engine.group.world_size == 1:
             return None
-        await self._engine.in_thread(self._open_door, what="opening a socket for this node")
+        await self._in_thread(self._open_door)
         assert self._door is not None
         return self._door.card.as_json()
 
@@ -60,7 +63,7 @@ class Neighbours:
             return
         facts = [each if isinstance(each, Mapping) else {} for each in told or ()]
         cards = [Card.from_json(rank, each.get("card")) for rank, each in enumerate(facts)]
-        await self._engine.in_thread(lambda: self._connect(cards), what="meeting the other ranks of this node")
+        await self._in_thread(lambda: self._connect(cards))
         if self.mesh is not None:
             self.mesh.start(self._session.saw_die, self._on_failure)
 
@@ -72,11 +75,16 @@ class Neighbours:
         """After the session was closed: this rank's own end is no death to anybody any more."""
         self._stopped.set()
         grace_s = self._engine.config.agreement.grace_s
-        await self._engine.after_the_rest(self._close_door, within_s=grace_s)
+        if not self._thread.stopped and (self._door is not None or self._thread.in_flight()):
+            await asyncio.wait([asyncio.wrap_future(self._thread.submit(self._close_door))], timeout=grace_s)
+        self._thread.stop()
         mesh, self.mesh = self.mesh, None
         if mesh is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await mesh.close(min(_GOODBYE_WAIT_S, grace_s))
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.wrap_future(self._thread.submit(work))
 
     # What threads make is kept here by themselves, and so is closed: nobody may wait for them any more.
 
@@ -86,8 +94,15 @@ class Neighbours:
     def _connect(self, cards: Sequence[Card]) -> None:
         assert self._door is not None
         wait_s = min(MEET_WAIT_S, self._engine.config.agreement.timeout_s / 2)
-        self.mesh = connect(self._door, cards, self._stopped.is_set, wait_s)
+        mesh = self.mesh = connect(self._door, cards, self._stopped.is_set, wait_s)
         self._close_door()
+        here = [card.rank for card in cards if card.rank != self._door.card.rank and card.may_share(self._door.card)]
+        if (missing := sorted({*here} - {*mesh.connected, *mesh.ended})) and not self._stopped.is_set():
+            log.warning(
+                "ranks %s of this node did not come within %g s, or are not reached: this one shares nothing with them",
+                ", ".join(map(str, missing)),
+                wait_s,
+            )
 
     def _close_door(self) -> None:
         if self._door is not None:

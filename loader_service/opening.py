@@ -9,6 +9,7 @@ from loader_service.agreement.session import Session
 from loader_service.checkpoint.catalog import Catalog
 from loader_service.engine import Engine
 from loader_service.errors import CheckpointError, ReadError, record_of
+from loader_service.neighbours import Neighbours
 from loader_service.planning.plan import LoadPlan
 
 log = logs.logger("loader_service.load")
@@ -22,11 +23,18 @@ class Opening:
         self._engine = engine
         self._load = load
         self._session = session
+        self._enters = False
 
-    async def config(self, table: str | None = None, serve: JSON = None, card: JSON = None) -> Verdict:
+    async def config(self, others: Neighbours, table: str | None = None, serve: JSON = None) -> Verdict:
         """Agrees on the configuration. `table`, if one is filled, is agreed on too, and so is what services `serve`; of
-        `card` each rank hears all."""
+        the cards that `others` show each rank hears all.
+
+        Calls meet the other ranks in their order. After a failure here the next one waits for `let_next_enter`.
+        """
         engine = self._engine
+        await engine.entering.acquire()
+        self._enters = True
+        card = await others.card()
         record = config_record(
             engine.config,
             self._load,
@@ -39,7 +47,15 @@ class Opening:
         )
         verdict = await self._session.exchange(Phase.CONFIG, record)
         engine.set_coords([facts.get("coords") for facts in verdict.facts] if engine.coords is not None else None)
+        self.let_next_enter()
         return verdict
+
+    def let_next_enter(self) -> None:
+        """After a failure, once its end is known: a rank that comes late would else take this session for one that the
+        others have left behind, and what this call wants into the next one. Does nothing a second time."""
+        if self._enters:
+            self._enters = False
+            self._engine.entering.release()
 
     async def catalog(self) -> Catalog:
         """Reads the headers; if any rank could not, all ranks read theirs again, once, together."""

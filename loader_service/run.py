@@ -58,6 +58,7 @@ class LoadRun:
         self._over = asyncio.Event()  # waited for and set on the service's loop
         self._entering: asyncio.Task[None] | None = None
         self._others: Neighbours | None = None
+        self._opening: Opening | None = None
         self._reading: LoadReading | None = None
         self._in_memory: HeldBytes | None = None
         self._failed_by: BaseException | None = None  # reading here
@@ -118,11 +119,10 @@ class LoadRun:
         try:
             self._session = self._engine.group.session(self.name, describe=DESCRIBE)
             self._session.on_final(self._final_arrived)
-            opening = Opening(self._engine, self.name, self._session, self._fallbacks)
+            opening = self._opening = Opening(self._engine, self.name, self._session, self._fallbacks)
             others = self._others = Neighbours(self._engine, self._session, self._fail_now)
             with self._timed(Phase.CONFIG):
-                async with self._engine.entering:
-                    met = await opening.config(card=await others.card())
+                met = await opening.config(others)
                 await others.meet(met.listed)
             with self._timed(Phase.CATALOG):
                 catalog = await opening.catalog()
@@ -309,6 +309,8 @@ class LoadRun:
                 if told is not None:
                     with contextlib.suppress(Exception):
                         await told
+            if self._opening is not None:
+                self._opening.let_next_enter()
             if session is not None:
                 with contextlib.suppress(Exception):
                     await session.close()

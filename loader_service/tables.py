@@ -73,8 +73,7 @@ class TableRun(Collective[HostTable]):
         self._kept: HostBuffer | None = None  # by a resident service
 
     async def _act(self, session: Session, opening: Opening, others: Neighbours) -> HostTable:
-        async with self._engine.entering:
-            met = await opening.config(table=self._name, card=await others.card())
+        met = await opening.config(others, table=self._name)
         async with self._turn(session):
             await others.meet(met.listed)
             return await self._fill(session, opening, others, met)

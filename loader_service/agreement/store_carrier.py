@@ -54,6 +54,7 @@ class StoreCarrier:
     ) -> None:
         self.host_rank = host_rank
         self._meeting = meeting
+        self._ticket = meeting.ticket()
         self._rank = rank
         self._world_size = world_size
         self._look_s = heartbeat_s / (LOOKS_A_BEAT if rank == LEADER else 1)
@@ -246,7 +247,7 @@ class StoreCarrier:
         if self._rank == LEADER:
             works |= {"collect": self._collect, "alarm": self._await_alarm}
         own = self._meeting.pool.borrow()
-        self._in_session = in_session = self._meeting.session(own)
+        self._in_session = in_session = self._meeting.session(own, self._ticket)
         if self._rank == LEADER:
             for rank in range(self._world_size):
                 in_session(own).compare_set(status_key(rank), _NOTHING, "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -83,6 +84,8 @@ class Meeting:
     A rank can miss one: it failed before it met the others, who gave it up and went on. It passes over such, up to the
     newest that any rank has begun; and where they have given it up there too, it looks a moment for the next one before
     it takes that end for its own. So all meet again the next time. A session that ended in another way counts.
+
+    Calls side by side get their sessions in the order of their tickets, whichever of them comes to the store first.
     """
 
     def __init__(self, pool: ClientPool, prefix: str, rank: int, *, keep: bool) -> None:
@@ -90,12 +93,22 @@ class Meeting:
         self._prefix = prefix
         self._rank = rank
         self._keep = keep
+        self._tickets = itertools.count()
+        self._numbers: list[int] = []  # in the store, by ticket
+        self._lock = threading.Lock()
 
-    def session(self, client: Store) -> Callable[[Store], Store]:
-        """What turns a client into one that sees only the keys of this rank's next session. Blocks."""
+    def ticket(self) -> int:
+        """For one session, at the moment of the call that needs it."""
+        return next(self._tickets)
+
+    def session(self, client: Store, ticket: int) -> Callable[[Store], Store]:
+        """What turns a client into one that sees only the keys of the ticket's session. Blocks."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
-        prefix = f"{self._prefix}/{self._next(client)}"
+        with self._lock:
+            while len(self._numbers) <= ticket:
+                self._numbers.append(self._next(client))
+        prefix = f"{self._prefix}/{self._numbers[ticket]}"
         return lambda store: cast(Store, PrefixStore(prefix, store))  # type: ignore[arg-type]
 
     def _next(self, client: Store) -> int:

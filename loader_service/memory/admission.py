@@ -52,6 +52,13 @@ def memory_rooms(root: Path = ROOT) -> tuple[Room, ...]:
     return tuple(rooms)
 
 
+def free_in_words(rooms: Sequence[Room]) -> str:
+    """How much memory a process in these rooms may still take, for messages; none where it can open nothing to look."""
+    if not rooms:
+        return "how much memory is available cannot be told"
+    return f"{format_size(min(room.free_bytes for room in rooms))} of memory is available"
+
+
 def reserve_of(room: Room, configured: int | Literal["auto"]) -> int:
     """What must stay free of a room."""
     if configured != "auto":

@@ -8,6 +8,7 @@ the ends that alignment leaves over.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -24,6 +25,7 @@ import psutil
 
 from loader_service import logs
 from loader_service.errors import ConfigError, MemoryLimitError
+from loader_service.memory.admission import free_in_words, memory_rooms
 from loader_service.sizes import format_size
 
 if TYPE_CHECKING:
@@ -326,16 +328,18 @@ def _refused(wanted_bytes: int, code: int, *, shared: bool) -> MemoryLimitError:
             errno=code,
         )
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    available = psutil.virtual_memory().available
-    limits = f"{format_size(available)} of memory is available"
+    limits = free_in_words(memory_rooms())
     if soft != resource.RLIM_INFINITY:
-        used = psutil.Process().memory_info().vms
-        limits += f", {format_size(max(0, soft - used))} is left of the address space limit (ulimit -v, RLIMIT_AS)"
+        with contextlib.suppress(OSError):
+            used = psutil.Process().memory_info().vms
+            limits += f", {format_size(max(0, soft - used))} is left of the address space limit (ulimit -v, RLIMIT_AS)"
     what = "memory that ranks of this node share, all of which each maps," if shared else "memory"
-    less = "load less on this rank" + (", do not share it (reads.sharing, layout per_rank)" if shared else "")
+    less = "lower staging.capacity_bytes, load less on this rank"
+    if shared:
+        less = "do not share it (layout per_rank for a table, reads.sharing for a load), load less on this node"
     return MemoryLimitError(
         f"{format_size(wanted_bytes)} of {what} cannot be had ({os.strerror(code)}): {limits}; "
-        f"lower staging.capacity_bytes, {less}, or raise the limit (with memory to spare: "
+        f"{less}, or raise the limit (with memory to spare: "
         "vm.max_map_count or vm.overcommit_memory)",
         errno=code,
     )

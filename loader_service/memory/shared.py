@@ -10,13 +10,11 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Callable
-
-import psutil
+from collections.abc import Callable, Sequence
 
 from loader_service import logs
 from loader_service.errors import OUT_OF_FILES, MemoryLimitError
-from loader_service.memory.admission import memory_rooms
+from loader_service.memory.admission import Room, free_in_words, memory_rooms
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_private, map_shared
 from loader_service.sizes import format_size
 
@@ -59,7 +57,7 @@ class SharedMemory:
         try:
             return cls(_memory_file(nbytes, may_freeze=may_freeze), nbytes, instead)
         except OSError as error:
-            raise _refused(nbytes, error, psutil.virtual_memory().available, instead) from error
+            raise _refused(nbytes, error, memory_rooms(), instead) from error
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> SharedMemory:
@@ -90,15 +88,15 @@ class SharedMemory:
         """
         while start < stop and not stopped():
             end = min(stop, (start // _RESERVE_STEP_BYTES + 1) * _RESERVE_STEP_BYTES)
-            available = min((room.free_bytes for room in memory_rooms()), default=stop - start)
-            if available < stop - start:
+            rooms = memory_rooms()
+            if any(room.free_bytes < stop - start for room in rooms):
                 short = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-                raise _refused(stop - start, short, available, self._instead)
+                raise _refused(stop - start, short, rooms, self._instead)
             try:
                 self._make_huge(start, end)
                 os.posix_fallocate(self.descriptor, start, end - start)
             except OSError as error:
-                raise _refused(stop - start, error, available, self._instead) from error
+                raise _refused(stop - start, error, rooms, self._instead) from error
             start = end
 
     def _make_huge(self, start: int, stop: int) -> None:
@@ -160,17 +158,17 @@ def refusal_of_shared(nbytes: int) -> str | None:
     try:
         os.close(_memory_file(nbytes))
     except OSError as error:
-        return _why_refused(nbytes, error, psutil.virtual_memory().available)
+        return _why_refused(nbytes, error, memory_rooms())
     return None
 
 
-def _refused(nbytes: int, error: OSError, available: int, instead: str) -> MemoryLimitError:
-    return MemoryLimitError(f"{_why_refused(nbytes, error, available)}, or {instead}", errno=error.errno)
+def _refused(nbytes: int, error: OSError, rooms: Sequence[Room], instead: str) -> MemoryLimitError:
+    return MemoryLimitError(f"{_why_refused(nbytes, error, rooms)}, or {instead}", errno=error.errno)
 
 
-def _why_refused(nbytes: int, error: OSError, available: int) -> str:
+def _why_refused(nbytes: int, error: OSError, rooms: Sequence[Room]) -> str:
     if error.errno in _OUT_OF_MEMORY:
-        advice = f"{format_size(available)} of memory is available; load less on this node or raise its limit"
+        advice = f"{free_in_words(rooms)}; load less on this node or raise its limit"
     else:
         advice = _ADVICE.get(error.errno or 0, _UNKNOWN_TO_THE_SYSTEM)
     return f"{format_size(nbytes)} of shared memory cannot be had ({os.strerror(error.errno or 0)}): {advice}"

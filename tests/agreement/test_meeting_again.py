@@ -10,14 +10,15 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
 from loader_service.agreement.group import Group, Rendezvous, join_group
 from loader_service.agreement.messages import PHASES, PhaseRecord
 from loader_service.agreement.protocol import Limits
+from loader_service.agreement.store_clients import ClientPool, Meeting
 from loader_service.errors import LoaderError
 from tests.agreement.conftest import Agent
 from tests.e2e.seats import serve
@@ -174,3 +175,13 @@ def test_a_rank_that_is_started_again_alone_meets_the_others(agent: Agent, who: 
     again.join()
     others = [outcome for outcome in outcomes if outcome.rank != who]
     assert [outcome.get() for outcome in [*found, *others]] == ["met"] * 3
+
+
+def test_calls_get_their_sessions_in_the_order_of_their_tickets() -> None:
+    """Whichever comes to the store first: a cancelled one may say so before those ahead of it have connected."""
+    store = HashStore()
+    meeting = Meeting(ClientPool(lambda: cast(Any, store)), "tickets", 1, keep=False)
+    first, second, third = (meeting.ticket() for _ in range(3))
+    for ticket in (second, first, third):
+        meeting.session(cast(Any, store), ticket)(cast(Any, store)).set("who", str(ticket))
+    assert [store.get(f"tickets/{number}/who") for number in (1, 2, 3)] == [b"0", b"1", b"2"]

@@ -247,7 +247,7 @@ class LostStore:
 
 def lost_session(store: LostStore, **limits: float) -> tuple[Session, StoreCarrier]:
     meeting = Meeting(ClientPool(lambda: cast(Store, store)), "test", 1, keep=False)
-    meeting.session = lambda client: lambda in_session: in_session  # type: ignore[method-assign]
+    meeting.session = lambda client, ticket: lambda in_session: in_session  # type: ignore[method-assign]
     carrier = StoreCarrier(meeting=meeting, rank=1, world_size=2, heartbeat_s=0.05, host_rank=0, where="nowhere")
     return Session("load", carrier, rank=1, world_size=2, limits=replace(LIMITS, **limits)), carrier
 

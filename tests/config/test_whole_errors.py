@@ -214,7 +214,7 @@ def test_a_mesh_for_the_number_of_ranks_is_right(mesh: object, world_size: int, 
 def test_a_mesh_for_another_number_of_ranks_is_refused(world_size: int) -> None:
     config = accepted(minimal(mesh={"pp": 2, "tp": 4}))
     expected = re.escape(
-        f"mesh: {{pp: 2, tp: 4}} is for 8 ranks, but there are {world_size}; start (or plan for) 8 ranks, or change the mesh"
+        f"mesh: {{pp: 2, tp: 4}} is for 8 ranks, but there are {world_size}; start (or plan for) 8 ranks, or change"
     )
     with pytest.raises(ConfigError, match=expected):
         check_world_size(config, world_size, coords_given=False)

@@ -21,6 +21,7 @@ from loader_service.memory.admission import Room
 from loader_service.memory.allocators import HUGE_PAGE_BYTES, HostBuffer, collapse_shared, map_shared
 from loader_service.memory.shared import SharedMemory, refusal_of_shared
 from tests.rows.making import until
+from tests.support.descriptors import no_descriptor_is_free
 
 MIB = 1 << 20
 
@@ -164,6 +165,13 @@ def test_a_system_that_tells_of_no_memory_is_not_refused(memory: SharedMemory, m
     monkeypatch.setattr(shared, "memory_rooms", lambda: ())
     memory.reserve(0, MIB)
     assert resident(memory) >= MIB
+
+
+def test_a_process_that_can_open_nothing_more_is_told_so() -> None:
+    """Not even what would tell how much memory is free."""
+    with no_descriptor_is_free(), pytest.raises(MemoryLimitError, match=r"\(Too many open files\): .*ulimit -n") as got:
+        SharedMemory.create(MIB)
+    assert got.value.errno == errno.EMFILE
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import loader_service as ls
+from loader_service import neighbours
 from loader_service.agreement.messages import PHASES, Describe, Phase, PhaseRecord, Verdict
 from loader_service.agreement.session import Session
 from loader_service.config.schema import ServiceConfig
@@ -237,6 +238,21 @@ def work_fails(what: str, place: Place) -> Iterator[None]:
 
 
 @contextmanager
+def meeting_fails(step: str, place: Place) -> Iterator[None]:
+    """The rank gets no socket, or cannot connect with the others of its node."""
+    make, own = getattr(neighbours, step), place.engine.group.rank
+
+    def failing(who: Any, *args: Any) -> Any:
+        if (who if step == "Door" else who.card.rank) == own:
+            raise OSError(errno.ENOMEM, f"no {step}")
+        return make(who, *args)
+
+    setattr(neighbours, step, failing)
+    yield
+    setattr(neighbours, step, make)
+
+
+@contextmanager
 def cannot_pin(reason: str | None, place: Place) -> Iterator[None]:
     """There is no device; or the device refuses, after the table was filled."""
     place.pinner.reason, place.pinner.refuse_from = reason, None if reason else place.pinner.registrations
@@ -244,8 +260,9 @@ def cannot_pin(reason: str | None, place: Place) -> Iterator[None]:
     place.pinner.reason = place.pinner.refuse_from = None
 
 
-WORK = {"opening a socket": Phase.CONFIG, "meeting the other": Phase.CONFIG, "pinning a table": Phase.FINISH}
+WORK = {"pinning a table": Phase.FINISH}
 SHARED_WORK = {**WORK, "reserving shared": Phase.OPEN}
+MEETING = ("Door", "connect")
 READ_FAULTS = {"error": ls.ReadError, "early end": ls.EndOfFileError, "change": ls.CheckpointError}
 
 
@@ -276,6 +293,8 @@ def doors_of(face: str, layout: str) -> dict[str, Door]:
     for step in ("_allocate", "_shared_memory") if shared else ("_allocate",):
         trap = partial(has_no_memory_left, step)
         doors[f"no memory left to {step}"] = Door(Phase.OPEN, trap, refused, refused, "no memory is left")
+    for step in MEETING:
+        doors[step] = Door(Phase.CONFIG, partial(meeting_fails, step), OSError, ls.LoaderError, f"no {step}")
     for what, phase in (SHARED_WORK if shared else WORK).items():
         doors[what] = Door(phase, partial(work_fails, what), OSError, ls.LoaderError, f"no {what}")
     return doors
