@@ -137,8 +137,10 @@ class StoreCarrier:
                     if ends_log(bytes(store.compare_set(entry_key(sequence), _NOTHING, text))):
                         return
 
-        # What is sent lies in the kernel of a host that was only stopped, also after this process has ended.
-        threading.Thread(target=leave_behind, name="loader-agreement-last", daemon=True).start()
+        # What is sent lies in the kernel of a host that was only stopped, also after this process has ended. But it has
+        # to be sent: whoever closes the session, and ends, waits a moment for this thread.
+        with contextlib.suppress(MemoryLimitError):
+            self._spawn(leave_behind, "last")
 
     def collect(self, keys: tuple[str, ...]) -> None:
         with self._lock:

@@ -83,7 +83,8 @@ def header_length(first_bytes: bytes, *, file_bytes: int, path: str) -> int:
     if alike is not None:
         raise refusal(path, f"not a safetensors file: it looks like {alike}")
     if file_bytes < LENGTH_BYTES or len(first_bytes) < LENGTH_BYTES:
-        raise refusal(path, f"the file has {file_bytes} bytes: too small for a safetensors header: fetch it again")
+        words = "too small for a safetensors header (empty or truncated): fetch it again"
+        raise refusal(path, f"the file has {file_bytes} bytes: {words}")
     length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         words = f"its first 8 bytes give a header length of {length}, above the format's {MAX_HEADER_BYTES}"
