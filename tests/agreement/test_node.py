@@ -97,7 +97,7 @@ def split(rank: Rank, folder: str, how: str, pretend: bool) -> object:
             os.setuid(NOBODY)
     door = Door(rank.rank, "kernel", here if pretend else memory_device())
     cards = exchange(folder, rank, door.card)
-    mesh = connect(door, cards, never, wait_s=1.0 if pretend else PATIENCE_S)
+    mesh = connect(door, cards, never, wait_s=5.0 if pretend else PATIENCE_S)
     all_told(folder, rank, "met")
     door.close()
     mesh.abandon()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import uvloop
 from loader_service.agreement import node, node_connect
 from loader_service.agreement.node import Door, address_of, has_ended, knock, memory_device, own_process
 from loader_service.agreement.node_connect import connect, groups
-from loader_service.agreement.node_mesh import GOODBYE, MAX_MESSAGE_BYTES, Mesh
+from loader_service.agreement.node_mesh import GOODBYE, MAX_MESSAGE_BYTES, Mesh, Peer
 from loader_service.errors import LoaderError
 from tests.agreement.folders import PATIENCE_S, all_told, exchange, heard, told
 from tests.support.descriptors import no_descriptor_is_free
@@ -379,12 +380,22 @@ def test_a_knock_at_a_door_that_closes_before_it_is_opened_connects_nobody(monke
     opened[1].close()
 
 
-def test_a_rank_that_does_not_come_in_time_is_left_out_on_all_sides() -> None:
+def test_a_rank_that_does_not_come_in_time_is_left_out_on_all_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when the others have gone: none of its knocks is answered, and it waits for nobody either."""
     opened = doors(3)
     cards = [door.card for door in opened]
+    ends: list[Peer] = []  # of connections that both sides have said yes to
+
+    def found(connection: socket.socket, process: int | None) -> Peer:
+        ends.append(Peer(connection, process))
+        return ends[-1]
+
+    def have_met() -> bool:
+        return len(ends) == 2
+
+    monkeypatch.setattr(node_connect, "Peer", found)
     with ThreadPoolExecutor(2) as pool:
-        early = list(pool.map(lambda door: connect(door, cards, never, wait_s=0.3), opened[::2]))
+        early = list(pool.map(lambda door: connect(door, cards, have_met, wait_s=10 * PATIENCE_S), opened[::2]))
     assert [mesh.connected for mesh in early] == [(2,), (0,)]
     for door in opened[::2]:
         door.close()
@@ -490,7 +501,11 @@ def test_who_is_not_waited_for_any_longer_hears_goodbye() -> None:
     opened = doors(2)
     visitor = connected_to(address_of(opened[0].card.token))
     visitor.send(knock(opened[1].card))
-    mesh = connect(opened[0], [door.card for door in opened], never, wait_s=0.3)
+
+    def welcomed() -> bool:
+        return bool(select.select([visitor], [], [], 0)[0])
+
+    mesh = connect(opened[0], [door.card for door in opened], welcomed, wait_s=10 * PATIENCE_S)
     assert [visitor.recv(100) for _ in range(2)] == [b"welcome", GOODBYE]
     assert mesh.connected == ()
     visitor.close()
