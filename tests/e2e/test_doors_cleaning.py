@@ -111,7 +111,7 @@ async def test_an_error_while_cleaning_up_hides_nothing(
 @pytest.mark.parametrize("door", ["break", "error"])
 async def test_a_read_that_never_returns_delays_leaving_by_the_grace_only(checkpoint: Checkpoint, door: str) -> None:
     seats = make_seats(2)
-    config = checkpoint.config(**{**QUICK, "agreement": {"timeout_s": 20, "grace_s": 0.3}})
+    config = checkpoint.config(**{**QUICK, "agreement": {"timeout_s": 20, "grace_s": 2}})
     gate = seats[1].storage.block(f"*{LAST}", within=payload_of(checkpoint, LAST))
     raised = Oops(5, wanted="time")
 
@@ -142,7 +142,7 @@ async def test_a_read_that_never_returns_delays_leaving_by_the_grace_only(checkp
 
 async def test_a_read_that_never_returns_is_named_on_all_ranks(checkpoint: Checkpoint) -> None:
     seats = make_seats(3)
-    sections = {**QUICK, "reads": {**QUICK["reads"], "stuck_after_s": 0.5}, "agreement": {"grace_s": 0.3}}
+    sections = {**QUICK, "reads": {**QUICK["reads"], "stuck_after_s": 2}, "agreement": {"grace_s": 2}}
     config = checkpoint.config(**sections)
     gate = seats[2].storage.block(f"*{LAST}", within=payload_of(checkpoint, LAST))
 

@@ -91,9 +91,9 @@ async def test_what_is_no_service_is_done_without(small: Checkpoint, answer: byt
 
 async def test_a_service_that_is_not_ready_for_long_is_not_a_stuck_read(small: Checkpoint) -> None:
     """It says the same all the time, as one that waits for the services of other nodes."""
-    config = config_of(small, serve={"keep": ["target"]}, reads={"chunk_bytes": "64KiB", "stuck_after_s": 0.6})
+    config = config_of(small, serve={"keep": ["target"]}, reads={"chunk_bytes": "64KiB", "stuck_after_s": 2})
     waiting = b'{"state":"waiting","progress":"the same"}'
-    with answering(config, [waiting] * 8, every_s=0.2):
+    with answering(config, [waiting] * 8, every_s=0.4):
         async with ls.LoaderService(config, "solo", attach=True) as worker:
             report = await loaded(worker, small)
     assert report.policies["service"].effective == "read"  # since it has ended, and not before

@@ -79,7 +79,7 @@ async def test_a_consumer_that_stops_is_waited_for_and_named_and_nothing_fails(
 
 async def test_a_read_for_the_node_that_never_returns_is_named_by_all_and_left_behind(checkpoint: Checkpoint) -> None:
     """Its thread keeps the memory, and the next load has other memory."""
-    sections: dict[str, dict[str, Any]] = {"agreement": {"grace_s": 0.2}, "reads": {"stuck_after_s": 0.5}}
+    sections: dict[str, dict[str, Any]] = {"agreement": {"grace_s": 2}, "reads": {"stuck_after_s": 2}}
     config = config_of(checkpoint, "staging", **sections)
     seats = make_seats(3)
     gate = seats[1].storage.block(f"*{FIRST}", within=(SLOT_BYTES, SLOT_BYTES + 1))
@@ -111,7 +111,7 @@ async def test_a_read_for_the_node_that_never_returns_is_named_by_all_and_left_b
 
 
 async def test_a_rank_that_fails_does_not_wait_for_anothers_read_that_stands_still(checkpoint: Checkpoint) -> None:
-    config = config_of(checkpoint, "staging", agreement={"grace_s": 0.2})
+    config = config_of(checkpoint, "staging", agreement={"grace_s": 2})
     seats = make_seats(2)
     gate = seats[1].storage.block(f"*{FIRST}", within=(SLOT_BYTES, SLOT_BYTES + 1))
     raised = Oops(6, wanted="time")
@@ -149,7 +149,7 @@ async def test_a_device_that_still_reads_delays_no_failure_and_keeps_its_memory(
     checkpoint: Checkpoint, who: int
 ) -> None:
     """The other rank fails while the device's own rank already leaves, and waits for the device."""
-    config = config_of(checkpoint, "staging", agreement={"grace_s": 0.2})
+    config = config_of(checkpoint, "staging", agreement={"grace_s": 2})
     raised, device = Oops(8, wanted="nothing"), Reading()
     services: dict[int, ls.LoaderService] = {}
 
@@ -297,7 +297,7 @@ async def test_read_ahead_that_never_returns_delays_leaving_by_the_grace_only(ch
     gate = seats[1].storage.block("*", operation="read ahead", times=None)
 
     async def work(seat: Seat) -> ls.LoadReport:
-        config = config_of(checkpoint, "page_cache", agreement={"grace_s": 0.2})
+        config = config_of(checkpoint, "page_cache", agreement={"grace_s": 2})
         async with seat.service(config) as service:
             return await forty.consume(service, checkpoint)
 
@@ -356,7 +356,7 @@ async def take_and_keep(rank: int, gives_back: Callable[[], Awaitable[bool]], lo
 
 
 async def test_consumers_that_keep_each_other_from_going_on_are_told_so(checkpoint: Checkpoint) -> None:
-    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 0.4})
+    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 2})
 
     async def never() -> bool:
         return False
@@ -376,7 +376,7 @@ async def test_consumers_that_keep_each_other_from_going_on_are_told_so(checkpoi
 
 async def test_a_consumer_that_keeps_some_and_waits_for_a_slow_one_does_not_fail(checkpoint: Checkpoint) -> None:
     """Rank 1 takes several times as long as a node may stand still, and then gives back what it has."""
-    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 0.2})
+    config = config_of(checkpoint, "staging", reads={"stuck_after_s": 1.5})
     services: dict[int, ls.LoaderService] = {}
 
     async def gives_back(rank: int) -> bool:

@@ -61,8 +61,8 @@ async def test_a_slow_consumer_is_backpressure_for_its_node_and_is_named(tmp_pat
         await ranks[2].stage.block(0)
         await until(lambda: ranks[0].stage.waits_for() == (2, 0))
         await until(lambda: ranks[1].stage.waits_for() == (2, 1))  # its own slot is kept by the same rank
-        assert sum(rank.stage.statistics.blocks_read for rank in ranks) == 4, "as many as there are slots"
-        assert ranks[0].stage.statistics.blocks_read == 2
+        await until(lambda: sum(rank.stage.statistics.blocks_read for rank in ranks) >= 4)
+        assert [rank.stage.statistics.blocks_read for rank in ranks] == [2, 1, 1], "as many as there are slots"
         assert await take_all(things, ranks[2]) == list(range(12))
         await asyncio.gather(*fast)
 
@@ -220,7 +220,7 @@ async def test_an_odd_error_of_a_read_is_a_read_error(tmp_path: Path) -> None:
 
 async def test_a_read_that_never_returns_is_named_and_left_behind(tmp_path: Path) -> None:
     things = await made(tmp_path, [1] * 4, 1)
-    async with node(things, (2,), stuck_after_s=0.05, chunk_bytes=1 << 20) as (rank,):
+    async with node(things, (2,), stuck_after_s=2, chunk_bytes=1 << 20) as (rank,):
         rank.storage.block("*", within=(0, 5000))
         rank.stage.start()
         with pytest.raises(ReadError, match=r"a read of bytes .* has not returned for .* check the storage"):

@@ -122,7 +122,7 @@ async def test_memory_that_a_device_still_reads_is_not_reused(checkpoint: Checkp
 
 
 async def test_a_consumer_that_keeps_all_memory_is_told_so(checkpoint: Checkpoint) -> None:
-    config = checkpoint.config(staging={"capacity_bytes": "16KiB"}, reads={"chunk_bytes": "4KiB", "stuck_after_s": 0.4})
+    config = checkpoint.config(staging={"capacity_bytes": "16KiB"}, reads={"chunk_bytes": "4KiB", "stuck_after_s": 2})
     kept: list[ls.Batch] = []
     async with ls.LoaderService(config, "solo") as service:
         with pytest.raises(ls.StateError, match="keeps 4 batches"):

@@ -429,14 +429,8 @@ async def test_backpressure_bounds_what_is_read_ahead(checkpoint: Checkpoint) ->
     async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
         stream = load.batches()
         batch = await anext(stream)
-        statistics = pool_of(service)
-        for _ in range(500):
-            statistics = pool_of(service)
-            if statistics.waiting and load._run.progress.read_bytes:
-                break
-            await asyncio.sleep(0.001)
-        assert statistics.waiting == 1
-        assert statistics.out_bytes <= 64 << 10
+        await until(lambda: pool_of(service).waiting == 1 and load._run.progress.read_bytes > 0)
+        assert pool_of(service).out_bytes <= 64 << 10
         batch.release()
         async for batch in stream:
             batch.release()
@@ -482,8 +476,8 @@ async def test_a_read_that_never_returns_fails_the_load_and_is_left_behind(check
     storage = FakeStorage(LocalStorage())
     config = checkpoint.config(
         staging={"capacity_bytes": "64KiB"},
-        reads={"chunk_bytes": "16KiB", "threads": 2, "stuck_after_s": 0.3},
-        agreement={"grace_s": 0.2},
+        reads={"chunk_bytes": "16KiB", "threads": 2, "stuck_after_s": 2},
+        agreement={"grace_s": 1},
     )
     async with ls.LoaderService(config, "solo", storage=storage) as service:
         await service.plan("target")
@@ -504,7 +498,7 @@ async def test_a_read_that_never_returns_fails_the_load_and_is_left_behind(check
 async def test_a_header_read_that_never_returns_is_given_up_and_read_again(checkpoint: Checkpoint) -> None:
     storage = FakeStorage(LocalStorage())
     gate = storage.block("*-00002-of-*")
-    config = checkpoint.config(reads={"stuck_after_s": 0.3}, agreement={"grace_s": 0.2})
+    config = checkpoint.config(reads={"stuck_after_s": 2}, agreement={"grace_s": 1})
     async with ls.LoaderService(config, "solo", storage=storage) as service:
         async with service.open("target") as load:
             pass
@@ -515,7 +509,7 @@ async def test_a_header_read_that_never_returns_is_given_up_and_read_again(check
 async def test_a_listing_that_never_returns_fails_the_load(checkpoint: Checkpoint) -> None:
     storage = FakeStorage(LocalStorage())
     gates = [storage.block("*", operation="list"), storage.block("*", operation="list", nth=1)]
-    config = checkpoint.config(reads={"stuck_after_s": 0.3}, agreement={"grace_s": 0.2})
+    config = checkpoint.config(reads={"stuck_after_s": 2}, agreement={"grace_s": 1})
     async with ls.LoaderService(config, "solo", storage=storage) as service:
         with pytest.raises(ls.ReadError, match=r"looking at .* has not returned"):
             async with service.open("target"):
@@ -542,7 +536,7 @@ async def test_a_plan_that_is_asked_for_while_a_load_is_entered_shares_its_catal
 async def test_header_reads_that_never_return_fail_the_load(checkpoint: Checkpoint) -> None:
     storage = FakeStorage(LocalStorage())
     gates = [storage.block("*-00002-of-*"), storage.block("*-00002-of-*", nth=1)]
-    config = checkpoint.config(reads={"stuck_after_s": 0.3}, agreement={"grace_s": 0.2})
+    config = checkpoint.config(reads={"stuck_after_s": 2}, agreement={"grace_s": 1})
     async with ls.LoaderService(config, "solo", storage=storage) as service:
         with pytest.raises(ls.ReadError, match="the read of its header has not returned") as caught:
             async with service.open("target"):

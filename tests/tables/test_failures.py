@@ -116,7 +116,7 @@ async def test_a_read_that_never_returns_is_named_on_all_ranks_and_left_with_its
     seats = make_seats(2)
     path = place_of(checkpoint, WEIGHT)[0]
     gate = seats[1].storage.block(path, within=rows_range(checkpoint, WEIGHT, shares("equal", 2)[1]))
-    sections = {"reads": {**BUFFERED, "stuck_after_s": 1}, "agreement": {**QUICK, "grace_s": 0.3}}
+    sections = {"reads": {**BUFFERED, "stuck_after_s": 2}, "agreement": {**QUICK, "grace_s": 2}}
     settings = config_of(checkpoint, rules("per_rank"), 2, **sections)
 
     async def work(seat: Seat) -> Result:
