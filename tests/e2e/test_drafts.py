@@ -72,6 +72,7 @@ def two_loads(checkpoint: Checkpoint, draft: Mapping[str, object] | None = None)
         {
             "checkpoint": {"path": str(checkpoint.folder)},
             "loads": {"target": {"skip": ["mtp.*"]}, "draft": {"key_prefixes": STAGES, **(draft or {})}},
+            "reads": {"access": "buffered"},  # one handle and one read, also of what is not in the page cache any more
             "staging": {"capacity_bytes": "32KiB"},
         }
     )

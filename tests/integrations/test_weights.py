@@ -32,7 +32,11 @@ from tests.support.ranks import Rank, run_ranks
 
 MIB = 1 << 20
 PATIENT = {"agreement": {"grace_s": 100}}  # waits for reads in flight
-SMALL: dict[str, Any] = {"reads": {"chunk_bytes": "64KiB"}, "staging": {"capacity_bytes": "512KiB"}}
+# Buffered: what is read when differs where a file is not in the page cache any more.
+SMALL: dict[str, Any] = {
+    "reads": {"chunk_bytes": "64KiB", "access": "buffered"},
+    "staging": {"capacity_bytes": "512KiB"},
+}
 
 
 @pytest.fixture(scope="module")
