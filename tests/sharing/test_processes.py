@@ -22,6 +22,7 @@ from loader_service.reading.ranges import RangeReader
 from tests.e2e.doors import check_logs
 from tests.e2e.seats import serve
 from tests.sharing.failing import Seen, config_of, go_through, seen, take_in_steps, with_remains, write, written
+from tests.support import shared_memory
 from tests.support.checkpoints import Checkpoint
 from tests.support.ranks import Outcome, Rank, run_teams
 
@@ -170,11 +171,11 @@ KILLED = [
 
 
 def test_a_rank_that_is_killed_in_any_phase_is_named_at_once_by_all_others(checkpoint: Checkpoint) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.names()
     for blow, outcomes in zip(KILLED, strike(checkpoint, KILLED, signal.SIGKILL), strict=True):
         assert outcomes[blow.who].exitcode == -signal.SIGKILL, blow
         check_struck(blow, outcomes, [rank for rank in range(RANKS) if rank != blow.who])
-    assert set(os.listdir("/dev/shm")) <= before
+    shared_memory.assert_nothing_new(before)
 
 
 STOPPED = [

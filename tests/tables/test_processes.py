@@ -15,6 +15,7 @@ import uvloop
 import loader_service as ls
 from tests.conftest import _descriptors, _unfinished_threads
 from tests.e2e.seats import serve
+from tests.support import shared_memory
 from tests.support.checkpoints import Checkpoint
 from tests.support.ranks import Rank, run_ranks, run_teams
 from tests.tables.making import (
@@ -110,7 +111,7 @@ def fill_until(rank: Rank, address: str, given: Plain, point: str, who: int, lay
 def kill_at(checkpoint: Checkpoint, ranks: int, cases: Sequence[Case]) -> None:
     """One rank is killed in each case: all others see its end, not its silence, name it, and of memory, sockets and
     threads nothing is left."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.names()
 
     def kill(team: int, rank: int, _text: str, pids: list[int]) -> None:
         assert rank == cases[team][1]
@@ -127,7 +128,7 @@ def kill_at(checkpoint: Checkpoint, ranks: int, cases: Sequence[Case]) -> None:
                 assert (error, rank) == ("RankFailure", who), (case, cause)
                 assert "LostRank: its process has ended" in cause, (case, cause)
                 assert left == [[], [], []], case
-    assert set(os.listdir("/dev/shm")) <= before
+    shared_memory.assert_nothing_new(before)
 
 
 AT_WORK: list[Case] = [
@@ -165,7 +166,7 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_no_other_hanging(checkpoint: 
 
 
 def test_ranks_that_were_all_killed_while_they_read_leave_nothing(checkpoint: Checkpoint) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.names()
     stand: list[int] = []
 
     def kill(rank: int, _text: str, pids: list[int]) -> None:
@@ -177,7 +178,7 @@ def test_ranks_that_were_all_killed_while_they_read_leave_nothing(checkpoint: Ch
 
     outcomes = run_ranks(read_for_ever, RANKS, plain(checkpoint), on_mark=kill)
     assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGKILL] * RANKS
-    assert set(os.listdir("/dev/shm")) <= before
+    shared_memory.assert_nothing_new(before)
 
 
 def read_for_ever(rank: Rank, given: Plain) -> None:
