@@ -92,14 +92,20 @@ def test_nothing_is_left_of_ranks_that_were_all_killed_and_they_can_meet_again_a
 
 
 def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that ends meanwhile
+            found.extend(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def shared_names_of(pid: int) -> set[str]:
     """What it has open or mapped in /dev/shm, and its sockets that have a name in a folder."""
     mapped = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
-    opened = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    opened = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # one that is closed meanwhile
+            opened.add(os.readlink(path))
     sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     bound = {fields[7] for fields in sockets if len(fields) > 7 and f"socket:[{fields[6]}]" in opened}
     in_memory = {path for path in mapped | opened if path.startswith("/dev/shm/")}

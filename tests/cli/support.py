@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from tests.support.shards import pattern_bytes, write_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 WATCHDOG_S = 90.0
+_numbers = itertools.count()
 # A store's server looks up the name of every peer; where the resolver drops that, a connection waits 5 s for it.
 NO_SLOW_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
@@ -87,17 +89,19 @@ _first_read = threading.Lock()  # taken for good by the first faulty read of a p
 
 
 class FaultyFile:
-    """A file whose header can be read and whose payload cannot."""
+    """A file whose header can be read and whose payload cannot. Past the page cache only payload is read, in blocks
+    that may begin before it."""
 
-    def __init__(self, file: local.LocalFile, path: str, fault: Fault) -> None:
+    def __init__(self, file: local.LocalFile, path: str, fault: Fault, direct: bool) -> None:
         self.identity = file.identity
         self._file = file
         self._fault = fault
+        self._direct = direct
         with open(path, "rb") as raw:
             self._payload_start = 8 + int.from_bytes(raw.read(8), "little")
 
     def read_into(self, views: Sequence[memoryview], offset: int) -> int:
-        if offset < self._payload_start:
+        if offset < self._payload_start and not self._direct:
             return self._file.read_into(views, offset)
         if self._fault.mark is not None and _first_read.acquire(blocking=False):
             self._fault.mark.touch()
@@ -111,7 +115,7 @@ class FaultyFile:
                 time.sleep(0.02)
             return self._file.read_into(views, offset)
         count = self._file.read_into(views, offset)
-        views[0][0] ^= 1
+        views[0][max(0, self._payload_start - offset)] ^= 1
         return count
 
     def cached_bytes(self, offset: int, nbytes: int) -> int | None:
@@ -136,7 +140,7 @@ def payload_fault(fault: Fault) -> Iterator[None]:
     opened = local.LocalStorage.open
 
     def open_faulty(self: local.LocalStorage, path: str, *, direct: bool = False) -> Any:
-        return FaultyFile(opened(self, path, direct=direct), path, fault)
+        return FaultyFile(opened(self, path, direct=direct), path, fault, direct)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local.LocalStorage, "open", open_faulty)
@@ -179,7 +183,8 @@ class CommandLine:
     """The command line in a process of its own, forked from one that has torch imported, which saves seconds each."""
 
     def __init__(self, args: Sequence[str], environ: Mapping[str, str], fault: Fault | None, folder: Path) -> None:
-        self._out, self._err = (folder / f"{id(self)}.{name}" for name in ("out", "err"))
+        number = next(_numbers)  # of no other, also of those that are gone: a test looks for what this one says
+        self._out, self._err = (folder / f"{number}.{name}" for name in ("out", "err"))
         target = context().Process(
             target=_run, args=(list(args), dict(environ), fault, self._out, self._err), daemon=True
         )

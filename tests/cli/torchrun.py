@@ -107,7 +107,7 @@ def is_running(pid: int) -> bool:
     """Whether a process still runs, or waits: not once it has ended, though its parent may not know."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:  # it has gone, before or while it was read
         return False
     return state != "Z"
 

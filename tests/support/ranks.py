@@ -278,9 +278,11 @@ def _told(outcome: Outcome, folder: str) -> str:
 
 def _say_where(process: ForkServerProcess) -> None:
     """Ends a process with the stacks of its threads in its file."""
-    if process.is_alive():
-        os.kill(process.pid or 0, signal.SIGABRT)
-        process.join(5)
+    if process.pid is None or not process.is_alive():
+        return
+    with contextlib.suppress(ProcessLookupError):  # it ends just now
+        os.kill(process.pid, signal.SIGABRT)
+    process.join(5)
 
 
 def _stack(folder: str, rank: int) -> str:
