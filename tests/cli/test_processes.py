@@ -28,7 +28,7 @@ from tests.cli.support import (
 
 pytestmark = pytest.mark.processes
 
-QUICK: dict[str, Any] = {"agreement": {"timeout_s": 3, "start_timeout_s": 60, "grace_s": 0.2}}
+QUICK: dict[str, Any] = {"agreement": {"timeout_s": 20, "start_timeout_s": 60, "grace_s": 0.2}}
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_failing_read_on_one_rank_ends_both_and_rank_0_alone_says_so(tmp_path:
 def test_a_rank_that_prints_and_is_then_stopped_by_its_launcher_keeps_its_code(
     tmp_path: Path, checkpoint: Path
 ) -> None:
-    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, agreement={"timeout_s": 3, "grace_s": 2})
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, agreement={"timeout_s": 20, "grace_s": 6})
     args = ["load", str(config), "--load", "all", "--json"]
     faults = {0: Fault("never returns"), 1: Fault("input/output error")}
     first, second = start_ranks([args, args], tmp_path, faults=faults)

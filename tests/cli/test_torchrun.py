@@ -19,7 +19,7 @@ from tests.cli.torchrun import Torchrun, is_running
 
 pytestmark = pytest.mark.processes
 
-QUICK: dict[str, Any] = {"timeout_s": 2, "start_timeout_s": 60, "grace_s": 0.2}
+QUICK: dict[str, Any] = {"timeout_s": 20, "start_timeout_s": 60, "grace_s": 0.2}
 ABORTS = ("terminate called", "Fatal Python error", "core dumped", "Exception ignored")
 FAILING_READ = Fault("input/output error")
 
@@ -66,7 +66,7 @@ def test_the_cause_is_printed_before_cleaning_up_and_stays_it_when_torchrun_stop
 ) -> None:
     """Reads that never return hold the cleaning up of ranks 0 and 2 for `grace_s`; meanwhile torchrun stops them."""
     config = write_config(
-        tmp_path / "config.yaml", checkpoint, ranks=3, reads={"retries": 0}, agreement={"timeout_s": 9, "grace_s": 2}
+        tmp_path / "config.yaml", checkpoint, ranks=3, reads={"retries": 0}, agreement={"timeout_s": 20, "grace_s": 6}
     )
     faults = {0: stuck(tmp_path, 0), 1: RankFaults(reading=FAILING_READ), 2: stuck(tmp_path, 2)}
     torchrun = Torchrun(command(config), tmp_path, ranks=3, faults=[faults])
@@ -149,7 +149,7 @@ def test_a_rank_that_is_interrupted_before_it_has_imported_anything_tells_the_ot
 
 def test_ranks_whose_store_is_frozen_with_torchrun_end_by_themselves(tmp_path: Path, checkpoint: Path) -> None:
     """Their calls to the store never return, no more than their reads."""
-    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, agreement=QUICK)
+    config = write_config(tmp_path / "config.yaml", checkpoint, ranks=2, agreement={**QUICK, "timeout_s": 4})
     torchrun = Torchrun(command(config), tmp_path, ranks=2, faults=[{rank: stuck(tmp_path, rank) for rank in range(2)}])
     wait_for_reads(tmp_path, 2)
     torchrun.send(signal.SIGSTOP)

@@ -27,7 +27,7 @@ from tests.support.ranks import Outcome, Rank, run_ranks
 pytestmark = pytest.mark.processes
 
 BOUND_S = 30.0  # within which survivors must have ended: far more than they need, far less than the watchdog
-IMPATIENT: dict[str, Any] = {**SMALL, "agreement": {"timeout_s": 2, "start_timeout_s": 60, "grace_s": 1}}
+IMPATIENT: dict[str, Any] = {**SMALL, "agreement": {"timeout_s": 20, "start_timeout_s": 60, "grace_s": 1}}
 
 
 @pytest.fixture(scope="module")

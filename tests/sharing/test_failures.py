@@ -124,7 +124,7 @@ async def test_an_interrupt_of_a_blocking_consumer_is_the_cause_of_all(checkpoin
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_rank_that_is_cancelled_in_any_phase(checkpoint: Checkpoint, way: str) -> None:
     """It is at work there while the other one waits for it, or waits for one that is."""
-    config = config_of(checkpoint, way, agreement={"timeout_s": 3})
+    config = config_of(checkpoint, way)
 
     async def check(case: tuple[Phase, bool]) -> None:
         phase, itself = case
@@ -159,7 +159,7 @@ async def test_ranks_that_wait_for_the_nodes_memory_are_not_left_waiting(
     checkpoint: Checkpoint, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0, which makes it, never hands it over: it is cancelled, it fails, or another rank is cancelled."""
-    config = config_of(checkpoint, "staging", agreement={"timeout_s": 3})
+    config = config_of(checkpoint, "staging")
     arrived = threading.Semaphore(0)
     refused = ls.MemoryLimitError("4 bytes of shared memory cannot be had")
 
