@@ -109,7 +109,7 @@ def test_a_rank_whose_thread_cannot_start_is_named_by_all_with_what_to_raise() -
 
 async def test_a_failure_before_the_leader_is_there_is_told_to_those_who_are_and_to_the_leader_when_it_comes() -> None:
     """Nobody answers the FAIL; without an end, rank 2 would wait for the limit of the first meeting."""
-    settings = SimpleNamespace(timeout_s=1.0, start_timeout_s=60.0, grace_s=0.2)
+    settings = SimpleNamespace(timeout_s=4.0, start_timeout_s=60.0, grace_s=0.2)
 
     async def wait(rank: int) -> tuple[str, int | None]:
         group = join_group(Rendezvous(serve(), rank, 3, "early"), settings=settings, environ={})

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 RANKS = 3
 BOUND_S = 30.0  # within which survivors must have ended: far more than they need, far less than the watchdog
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 FORKED = "has a child"
 
 

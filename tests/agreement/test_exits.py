@@ -18,7 +18,7 @@ from tests.support.ranks import Rank, run_teams
 pytestmark = pytest.mark.processes
 
 RANKS = 2
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 
 
 def catch_and_end(rank: Rank, agent: str) -> None:

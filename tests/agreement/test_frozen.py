@@ -18,7 +18,7 @@ from tests.support.ranks import Rank, run_teams
 pytestmark = pytest.mark.processes
 
 RANKS = 3
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 CASES = ((2, True), (0, True), (0, False), (2, False))  # who is stopped, and whether an agent serves the store
 All: TypeAlias = dict[tuple[int, bool], list[Found]]
 

@@ -71,7 +71,7 @@ def test_a_rank_that_holds_the_interpreter_lock_for_7_s_is_suspect_and_nothing_m
 
 # Late ----------------------------------------------------------------------------------------------------------------
 
-LATE_S = 2.5
+LATE_S = 4.0
 
 
 def dawdle(rank: Rank, phase: Phase, moves: bool, agent: str) -> None:
@@ -120,7 +120,7 @@ def test_who_makes_no_progress_is_late_in_bounded_phases_and_healthy_in_those_th
 
 # A service that is stuck ---------------------------------------------------------------------------------------------
 
-STUCK_S = 2.5
+STUCK_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_rank_whose_service_is_stuck_for_good_stops_looking_alive(agent: Agent
 
 # Long reads ----------------------------------------------------------------------------------------------------------
 
-SILENCE_S = 1.0
+SILENCE_S = 2.5
 LONG_S = 4 * SILENCE_S
 IDLE, STREAMS, STANDS_STILL, CONSUMES_SLOWLY = range(4)
 
@@ -221,7 +221,7 @@ def test_ranks_that_read_for_four_times_the_limit_or_have_nothing_to_do_are_heal
 
 # A pause of the whole machine ----------------------------------------------------------------------------------------
 
-PAUSED_S = 2.0
+PAUSED_S = 3.0
 
 
 def go_on_after_a_pause(rank: Rank, agent: str | None, agent_pid: int) -> None:

@@ -137,7 +137,7 @@ def come(rank: Rank, address: str, dies: list[int], number: int | None = None) -
 
     async def main() -> str:
         place = rank.rank if number is None else number
-        settings = SimpleNamespace(timeout_s=1.5, start_timeout_s=40.0, grace_s=0.2)
+        settings = SimpleNamespace(timeout_s=4.0, start_timeout_s=40.0, grace_s=0.2)
         group = join_group(Rendezvous(address, place, 3, "job", served=True), settings=settings, environ={})
         async with closing(group):
             if dies:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import loader_service as ls
+from loader_service.agreement import store_carrier
 from loader_service.agreement.messages import PHASES, Phase, entry_key
 from loader_service.config.schema import ServiceConfig
 from tests.agreement.conftest import Agent
@@ -210,10 +211,11 @@ def lag_behind(rank: Rank, agent: str, who: int) -> list[str]:
         if rank.rank == who and keys == [entry_key(len(PHASES) - 1)]:
             time.sleep(LAG_S)
 
+    store_carrier._LONG_STEP_S = WATCHDOG_S  # so long it waits for that thread
     PrefixStore.wait = late_wait  # type: ignore[method-assign, assignment]
 
     async def main() -> None:
-        group = meet(rank, impatient(1.5), agent=agent)
+        group = meet(rank, impatient(2.4), agent=agent)
         session = group.session("load")
         await until(session, Phase.FINISH)
         await session.close()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 ROUNDS = 1
 LOADS = 3
 FEW, MANY = 20, 200
-TIMEOUT_S = 1.0
+TIMEOUT_S = 3.0
 TEXTS = ("exception in a member's consumer", "SIGKILL of rank 0, which serves the store", "SIGSTOP of a member")
 CANCELLED = next(case for case in CASES if case.how == "cancel")
 RAISED, KILLED, STOPPED = [next(case for case in CASES if case.text == text) for text in TEXTS]

@@ -103,7 +103,7 @@ def test_ranks_in_separate_networks_form_groups_of_their_own(checkpoint: Checkpo
 def fill_until_killed(rank: Rank, given: Plain) -> tuple[str, int | None, list[str]]:
     if rank.rank == 2:
         stand_at(rank, "hand over")
-    quick = {"timeout_s": 3, "start_timeout_s": 60, "grace_s": 5}
+    quick = {"timeout_s": 20, "start_timeout_s": 60, "grace_s": 5}
     config = config_of(Checkpoint(*given), rules("shared"), rank.world_size, agreement=quick)
 
     async def main() -> BaseException | None:
