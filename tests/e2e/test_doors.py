@@ -232,7 +232,7 @@ async def test_a_rank_that_is_cancelled_in_any_phase(checkpoint: Checkpoint, who
 
     All phases at once, each with a service for each rank, which then loads.
     """
-    config = checkpoint.config(**{**QUICK, "agreement": QUICK["agreement"]})
+    config = checkpoint.config(**QUICK)
 
     async def in_phase(phase: Phase) -> None:
         seats = make_seats(2)
