@@ -123,10 +123,23 @@ def may_be_unanswered(world: World) -> bool:
 
 def is_bearable(world: World, harm: Harm) -> bool:
     """Both a success and a failure are right: a rank was out before it was heard, or the host before anything was
-    agreed, and only the limit of the first meeting counts."""
+    agreed, and only the limit of the first meeting counts; or most of the time all others were out as well."""
+    if harm.kind in {"frozen", "stuck"} and watched_s(world, harm) <= world.limits.timeout_s + world.limits.suspect_s:
+        return True
     is_host = world.hosted and harm.rank == LEADER and harm.kind == "frozen"
     early = (is_host and harm.sent <= 0) or not was_heard(world, harm)
     return early and harm.kind in SILENT and harm.for_s < world.limits.start_timeout_s + world.limits.suspect_s
+
+
+def watched_s(world: World, harm: Harm) -> float:
+    """For how long, of the time that a rank was out, another one was not."""
+    start_s, stop_s = harm.at_s, harm.at_s + harm.for_s
+    for rank in world.ranks:
+        out = [(each.at_s, each.at_s + each.for_s) for each in harms_of(world, rank.rank) if each.kind in SILENT]
+        if not out:
+            return harm.for_s
+        start_s, stop_s = max(start_s, out[0][0]), min(stop_s, out[0][1])
+    return harm.for_s - max(0.0, stop_s - start_s)
 
 
 def is_harmless(world: World, harm: Harm) -> bool:
