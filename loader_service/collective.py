@@ -94,6 +94,8 @@ class Collective(Generic[T]):
                 self._raise_meant(error)
             raise
         finally:
+            if self._opening is not None:
+                self._opening.let_next_enter()
             engine.collective_tasks.discard(task)
             self._task = None
             self._readings.clear()

@@ -316,6 +316,8 @@ class LoadRun:
                     await session.close()
             await self._leave_node()
         finally:
+            if self._opening is not None:
+                self._opening.let_next_enter()
             self._ended(error)
         self.attach_verdict(error)
 
