@@ -97,6 +97,7 @@ class Scheduler(Generic[UnitT]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._waits_for_memory_since: float | None = None
+        self._stands: tuple[float | None, float] | None = None  # that wait, and since when the consumer waits as well
         self._worked_since_s = time.monotonic()
         self._all_submitted = False
         self._failed = False
@@ -314,23 +315,32 @@ class Scheduler(Generic[UnitT]):
                         )
                     )
                     return
-            since, shared = self._waits_for_memory_since, self._resources.shared
-            starved = since is not None and time.monotonic() - since > limit_s
-            consumer_waits = not self._running and self._channel.consumer_waits
-            if shared is not None:
-                shared.consumer_waits = consumer_waits and shared.waits
-                if shared.waits:  # mostly for other ranks, which may take their time
-                    starved = starved and shared.waits_for_its_consumer
-            if starved and consumer_waits:
-                held = self._resources.pool.statistics().leases_out
-                held += shared.leases_out if shared is not None else 0
+            if self._waits_in_vain_for(limit_s):
+                shared, statistics = self._resources.shared, self._resources.pool.statistics()
+                kept = statistics.leases_out + (shared.leases_out if shared is not None else 0)
+                what = f"it keeps {kept}" if kept else f"a device still uses {statistics.leases_held}"
                 self.fail(
                     StateError(
-                        f"the consumer waits for more while it keeps {held} batches that hold all of "
-                        "staging.capacity_bytes: leave each `with batch` before taking many more"
+                        f"the consumer waits for more while {what} batches that hold all of staging.capacity_bytes: "
+                        "leave each `with batch` before taking many more"
                     )
                 )
                 return
+
+    def _waits_in_vain_for(self, limit_s: float) -> bool:
+        """Whether both this and the consumer have waited so long, for memory and for what would fill it. A consumer
+        that was busy for longer with what it has, and gives it back just now, is no reason."""
+        since, shared = self._waits_for_memory_since, self._resources.shared
+        consumer_waits = not self._running and self._channel.consumer_waits
+        stands = since is not None and consumer_waits
+        if shared is not None:
+            shared.consumer_waits = consumer_waits and shared.waits
+            if shared.waits:  # mostly for other ranks, which may take their time
+                stands = stands and shared.waits_for_its_consumer
+        now_s = time.monotonic()
+        if not stands or self._stands is None or self._stands[0] != since:
+            self._stands = (since, now_s) if stands else None
+        return self._stands is not None and now_s - self._stands[1] > limit_s
 
 
 def _translated(error: BaseException, what: str, *, path: str | None = None, tensor: str | None = None) -> LoaderError:

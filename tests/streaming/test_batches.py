@@ -133,6 +133,23 @@ async def test_a_consumer_that_keeps_all_memory_is_told_so(checkpoint: Checkpoin
             batch.release()
 
 
+async def test_a_consumer_that_was_busy_for_long_and_gives_all_memory_back_goes_on(checkpoint: Checkpoint) -> None:
+    """Although a device uses it a moment longer: what counts is how long nothing went on on both sides."""
+    config = checkpoint.config(staging={"capacity_bytes": "16KiB"}, reads={"chunk_bytes": "4KiB", "stuck_after_s": 2})
+    event = FakeDeviceEvent()
+    async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
+        stream = load.batches()
+        kept = [await anext(stream) for _ in range(4)]
+        await asyncio.sleep(2.5)  # it is busy
+        for batch in kept:
+            batch.hold_until(event)
+            batch.release()
+        asyncio.get_running_loop().call_later(1.0, event.complete)
+        async for batch in stream:
+            batch.release()
+    assert load.report.complete
+
+
 async def test_a_dropped_batch_warns_and_gives_its_memory_back(checkpoint: Checkpoint) -> None:
     config = checkpoint.config({"skip": ["empty.*"]}, staging={"capacity_bytes": "16KiB"})
     async with ls.LoaderService(config, "solo") as service, service.open("target") as load:
