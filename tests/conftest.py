@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,10 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 # torch's store client looks up the name of every peer it connects to. Where the resolver drops such a query, the
 # connection stands still for the resolver's time limit: five seconds unless it is told otherwise.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A shell that starts the run in the background has it ignore interrupts; tests send some to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests let one read from the page cache stand still and count on another one beside it.
 if len(os.sched_getaffinity(0)) == 1:
