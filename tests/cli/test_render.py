@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loader_service.cli import app
+from loader_service.cli import app, render
 from loader_service.cli.render import show_reports
 from tests.cli.support import write_config, write_small_checkpoint
 
@@ -78,6 +78,38 @@ def test_what_ranks_did_alike_stands_once_and_the_rest_beside_its_ranks(capsys: 
         ["tables (per_rank)", "access", "auto", "direct", "past the page cache", "0, 2"],
         ["tables (per_rank)", "access", "auto", "mixed", "a part was cached", "1"],
     ]
+
+
+def test_whether_a_service_was_there_is_always_said(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {"requested": "read", "effective": "read", "reason": "no resident service answers"}
+    show_reports([report(0, service=alone)])
+    expected = ["what a service keeps", "service", "kept, else read", "read", "no resident service answers"]
+    assert expected in rows(capsys.readouterr().out)
+
+
+def test_what_not_all_ranks_say_is_said_with_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    show_reports([{**report(rank), "fallbacks": ["one way", f"way {rank // 2}"]} for rank in range(3)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("fallback", "warning"))]
+    assert lines == [
+        "fallback: one way",
+        "fallback of ranks 0, 1: way 0",
+        "fallback of rank 2: way 1",
+        "warning: [odd] name",
+    ]
+
+
+def test_in_a_narrow_terminal_words_and_numbers_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "_PLAIN_WIDTH", 80)
+    sizes = {"payload_bytes": 124 << 20, "read_bytes": 136 << 20, "peak_staging_bytes": 243 << 20}
+    show_reports([report(0) | sizes])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    shown = out.split()
+    assert {"tensors", "payload", "staging", "seconds", "verified", "buffered", "pageable"} <= set(shown)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "0 3 124.00 MiB 136.00 MiB 1 243.00 MiB 0.500 1.00 yes" in lines, "one row a rank"
 
 
 def test_every_policy_of_a_real_load_says_what_it_is_about(

@@ -170,6 +170,7 @@ def test_no_more_than_a_hundred_problems_are_written_out(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "line", "hint"),
     [
+        ("loads: {t: {rules: [{match: *.experts.*}]}}\n", 1, "write what begins with * or & in quotes"),
         ("loads: {target: {}\nreads: {}\n", 2, "check the indentation, brackets and quotes"),
         ("loads:\n  target: {}\n reads: {}\n", 3, "check the indentation"),
         ("loads:\n\ttarget: {}\n", 2, "indent with spaces"),
@@ -180,7 +181,7 @@ def test_no_more_than_a_hundred_problems_are_written_out(tmp_path: Path) -> None
         ("loads: {}\nreads: \x00\n", 2, "control character"),
         ("loads: {}\nreads: %5\n", 2, "check"),
     ],
-    ids=["bracket", "indentation", "tab", "backslash", "documents", "alias", "quote", "zero-byte", "percent"],
+    ids=["glob", "bracket", "indentation", "tab", "backslash", "documents", "alias", "quote", "zero-byte", "percent"],
 )
 def test_text_that_is_no_yaml_is_refused_with_line_and_hint(tmp_path: Path, text: str, line: int, hint: str) -> None:
     (problem,) = file_problems(tmp_path, text)
